@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from penstock.reward.equality import decide
 from penstock.reward.extraction import boxed_answer, python_block, tagged_answer
-from penstock.reward.math_pool import MathPool
+from penstock.reward.math_pool import Comparison, MathPool
 
 # (right answer, given answer, equal): decided without any worker process
 IN_LINE = [
@@ -272,10 +272,12 @@ BLOCKS = [
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[MathPool]:
+def compare() -> Iterator[Callable[[str, str], Comparison]]:
+    """Compares by algebra, in one worker and one event loop."""
     pool = MathPool(1, timeout_s=20.0)
-    yield pool
-    asyncio.run(pool.close())
+    with asyncio.Runner() as runner:
+        yield lambda gold, answer: runner.run(pool.compare(gold, answer))
+        runner.run(pool.close())
 
 
 @pytest.mark.parametrize(("gold", "answer", "equal"), IN_LINE)
@@ -284,9 +286,11 @@ def test_decided_in_line(gold: str, answer: str, equal: bool) -> None:
 
 
 @pytest.mark.parametrize(("gold", "answer", "equal"), SYMBOLIC)
-def test_decided_by_algebra(pool: MathPool, gold: str, answer: str, equal: bool) -> None:
+def test_decided_by_algebra(
+    compare: Callable[[str, str], Comparison], gold: str, answer: str, equal: bool
+) -> None:
     assert decide(gold, answer) is None
-    assert asyncio.run(pool.compare(gold, answer)).equal is equal
+    assert compare(gold, answer).equal is equal
 
 
 @pytest.mark.parametrize(("text", "answer", "format_ok"), TAGGED)

@@ -106,7 +106,7 @@ def test_scores_are_those_of_the_model(model_path: Path) -> None:
 
 STAND_IN = """
 import json, sys
-print("ready", flush=True)
+print('"ready"', flush=True)
 for line in sys.stdin:
     print(json.dumps({"scores": [len(item["response"]) for item in json.loads(line)]}), flush=True)
 """

@@ -1,84 +1,121 @@
-"""A worker process that answers each line with one line, within a time-out.
+"""Programs of others as processes: one JSON line in, one out, a time limit, the end of stderr.
 
-Blocking, for worker threads; one request at a time. After a time-out or the end of the process, kill it
-and start another.
+For the workers of rewards, for agents under another Python and for command lines. A process has a session
+of its own: Ctrl-C is for the run, which ends its processes itself, and a kill reaches what it started.
+After any fault a process is killed, because it may be in the middle of an answer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import math
 import os
-import select
-import subprocess
+import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import IO, Any
 
-from penstock.errors import RewardError
+from penstock.errors import RunError
 
-MAX_REPLY_BYTES = 16 << 20
-MAX_STRETCH = 10  # a process is stuck after this many times the limit in wall time
+MOST_LINE_BYTES = 16 << 20
+MAX_STRETCH = 10  # a process is stuck after this many times its processor time in wall time
 
 
-class ProcessGone(Exception):
+class ProcessGone(RunError):
     """The process ended without an answer."""
 
 
-class ProcessSlow(Exception):
+class ProcessSlow(RunError):
     """The process gave no answer in time."""
 
 
 class LineProcess:
-    """Starts the command and waits for its first line, which says that it is ready."""
+    """One process; `name` begins its errors."""
 
-    def __init__(self, command: Sequence[str], start_timeout_s: float) -> None:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            start_new_session=True,  # Ctrl-C is for the run, which closes its workers itself
+    def __init__(
+        self, process: asyncio.subprocess.Process, errors: IO[bytes], name: str = "the process"
+    ) -> None:
+        self._process, self._errors, self._name = process, errors, name
+        self.last_words = ""  # the last line that it wrote to stderr, known after its end
+
+    @classmethod
+    async def start(
+        cls,
+        command: Sequence[str],
+        name: str = "the process",
+        environment: Mapping[str, str] | None = None,
+    ) -> LineProcess:
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            limit=MOST_LINE_BYTES,
+            start_new_session=True,
+            env=environment,
         )
-        try:
-            self._read_line(start_timeout_s)
-        except (ProcessGone, ProcessSlow):
-            said = self.last_words()
-            self.kill()
-            raise RewardError(f"{' '.join(command[1:3])} does not start: {said}") from None
+        return cls(process, errors, name)
 
-    def ask(self, line: str, timeout_s: float, *, processor_time: bool = False) -> str:
-        """Return the answer to one line. Raises ProcessGone or ProcessSlow.
+    @property
+    def is_alive(self) -> bool:
+        return not self._errors.closed
+
+    async def ask(
+        self, message: Any, timeout_s: float = math.inf, *, processor_time: bool = False
+    ) -> Any:
+        """Send one line; return the next one that the process writes.
 
         With `processor_time` the limit is on the process's own processor time, so that a busy machine
         changes no result; the wait is still bounded by `MAX_STRETCH` times the limit.
         """
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(line.encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError:
-            raise ProcessGone from None
-        if not processor_time:
-            return self._read_line(timeout_s)
-        return self._read_line(timeout_s * MAX_STRETCH, timeout_s)
+            with contextlib.suppress(ConnectionError):  # it has ended: reading says so
+                self._process.stdin.write(json.dumps(message).encode() + b"\n")
+                await self._process.stdin.drain()
+        except BaseException:
+            await self.kill()
+            raise
+        return await self.read(timeout_s, processor_time=processor_time)
 
-    def _read_line(self, wall_s: float, processor_s: float = math.inf) -> str:
+    async def read(self, timeout_s: float = math.inf, *, processor_time: bool = False) -> Any:
+        """Return the next line that the process writes. Raises ProcessGone or ProcessSlow."""
+        try:
+            line = await self._read_line(timeout_s, processor_time)
+            return json.loads(line)
+        except ValueError as error:  # no JSON, or a line without end
+            await self.kill()
+            raise ProcessGone(f"{self._name} wrote no answer: {error}") from None
+        except ProcessGone:
+            await self.kill()
+            raise ProcessGone(f"{self._name} ended: {self.last_words}") from None
+        except BaseException:
+            await self.kill()
+            raise
+
+    async def _read_line(self, timeout_s: float, processor_time: bool) -> bytes:
         assert self._process.stdout is not None
-        descriptor, line = self._process.stdout.fileno(), bytearray()
-        deadline, limit = time.monotonic() + wall_s, self._processor_s() + processor_s
-        while not line.endswith(b"\n"):
+        deadline, limit = time.monotonic() + timeout_s, math.inf
+        if processor_time:
+            deadline += timeout_s * (MAX_STRETCH - 1)
+            limit = self._processor_s() + timeout_s
+        while True:
             left = min(deadline - time.monotonic(), limit - self._processor_s())
-            if not select.select([descriptor], [], [], max(0.0, left))[0]:
+            try:
+                async with asyncio.timeout(None if left == math.inf else left):
+                    line = await self._process.stdout.readline()
+            except TimeoutError:
                 if left > 0:
                     continue  # the process waited for a processor: read its clock again
-                raise ProcessSlow
-            chunk = os.read(descriptor, 1 << 16)
-            if not chunk or len(line) > MAX_REPLY_BYTES:
+                raise ProcessSlow(f"{self._name}: no answer after {timeout_s:g} s") from None
+            if not line.endswith(b"\n"):
                 raise ProcessGone
-            line += chunk
-        return line.decode().strip()
+            return line
 
     def _processor_s(self) -> float:
         """Return the processor time that the process has used; 0 if it has ended."""
@@ -87,20 +124,84 @@ class LineProcess:
         except OSError:
             return 0.0
 
-    def last_words(self) -> str:
-        """Return the last lines that the process wrote to stderr."""
-        size = self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, size - 2000))
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1][:300] if lines else "it ended or hung without a message"
+    async def finish(self, text: str) -> tuple[int, str]:
+        """Give the process its whole input and wait for its end; return its exit code and output."""
+        try:
+            output, _ = await self._process.communicate(text.encode())
+        finally:
+            await self.kill()
+        return self._process.returncode or 0, output.decode(errors="replace")
 
-    def kill(self) -> None:
-        """Kill the process and close its pipes."""
-        self._process.kill()
-        self._process.wait()
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # killed with a request still in the buffer
-            self._process.stdin.close()
-        self._process.stdout.close()
-        self._errors.close()
+    async def kill(self) -> None:
+        """Kill the process and those that it started, and close its pipes."""
+        if self._errors.closed:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+        self._process._transport.close()  # type: ignore[attr-defined]
+        if not self._errors.closed:  # nobody else killed it meanwhile
+            self.last_words = last_line(self._errors)
+            self._errors.close()
+
+
+def last_line(errors: IO[bytes]) -> str:
+    """Return the last line that a process wrote to the file of its stderr."""
+    size = errors.seek(0, os.SEEK_END)
+    errors.seek(max(0, size - 2000))
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else "it wrote no message"
+
+
+class ProcessPool:
+    """At most `size` processes of one command, started when they are needed and kept.
+
+    The first line of a process says that it is ready, or `{"refused": why}`.
+    """
+
+    def __init__(
+        self, command: Sequence[str], size: int, *, name: str, start_timeout_s: float
+    ) -> None:
+        self._command, self._name, self._start_timeout_s = command, name, start_timeout_s
+        self._slots = asyncio.Semaphore(size)
+        self._idle: list[LineProcess] = []
+        self._running: set[LineProcess] = set()
+        self._closed = False
+
+    @asynccontextmanager
+    async def lend(self) -> AsyncIterator[LineProcess]:
+        """Lend a process that is ready; a block that leaves it in the middle of an answer kills it."""
+        async with self._slots:
+            process = self._idle.pop() if self._idle else await self._start()
+            try:
+                yield process
+            finally:
+                if process.is_alive:
+                    self._idle.append(process)
+                else:
+                    self._running.discard(process)
+
+    async def _start(self) -> LineProcess:
+        if self._closed:
+            raise RunError(f"{self._name} was closed")
+        process = await LineProcess.start(self._command, self._name)
+        self._running.add(process)
+        try:
+            hello = await process.read(self._start_timeout_s)
+            if isinstance(hello, dict) and "refused" in hello:
+                await process.kill()
+                raise RunError(hello["refused"])
+        except (ProcessGone, ProcessSlow) as error:
+            reason = process.last_words if isinstance(error, ProcessGone) else error
+            raise RunError(f"{self._name} does not start: {reason}") from None
+        finally:
+            if not process.is_alive:
+                self._running.discard(process)
+        return process
+
+    async def close(self) -> None:
+        """End every process; those that are asked for an answer give none."""
+        self._closed = True
+        self._idle.clear()
+        for process in list(self._running):
+            await process.kill()

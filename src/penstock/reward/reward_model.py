@@ -8,18 +8,14 @@ next rollout starts it again. This file imports no torch.
 from __future__ import annotations
 
 import asyncio
-import json
-import queue
 import sys
-import threading
-from concurrent.futures import Future
 from typing import Any, Literal
 
 from pydantic import Field
 
 from penstock.config import Section
-from penstock.errors import RewardError
-from penstock.reward.line_process import LineProcess, ProcessGone, ProcessSlow
+from penstock.errors import RewardError, RunError
+from penstock.reward.line_process import ProcessPool, ProcessSlow
 from penstock.reward.protocol import Reward
 from penstock.types import Prompt, Rollout, Score
 
@@ -58,79 +54,61 @@ class RewardModel(Reward):
 
     def __init__(self, options: RewardModelOptions, *, max_tokens: int) -> None:
         self._settings = options
-        self._waiting: queue.SimpleQueue[tuple[dict[str, Any], Future[float]] | None]
-        self._waiting = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._process = ProcessPool(
+            self._command(),
+            1,
+            name="the model's process",
+            start_timeout_s=options.start_timeout_s,
+        )
+        self._waiting: asyncio.Queue[tuple[dict[str, Any], asyncio.Future[float]]]
+        self._waiting = asyncio.Queue()
+        self._serving: asyncio.Task[None] | None = None
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
         """Return the model's score of one rollout, computed in a batch with other rollouts."""
         if rollout.finish_reason == "length" and self._settings.truncated is not None:
             return Score(value=self._settings.truncated, note="truncated")
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="reward-model", daemon=True)
-            self._thread.start()
-        future: Future[float] = Future()
+        if self._serving is None:
+            self._serving = asyncio.create_task(self._serve())
+        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         item = {"messages": list(prompt.messages), "response": rollout.text}
-        self._waiting.put((item, future))
-        return Score(value=await asyncio.wrap_future(future))
+        self._waiting.put_nowait((item, future))
+        return Score(value=await future)
 
-    def _serve(self) -> None:
+    async def _serve(self) -> None:
         """Consume rollouts, produce their scores in batches.
 
-        Waits for rollouts; woken by `score()` and `close()`. Ends at None, with the model's process.
+        Waits for rollouts; woken by `score()`. Cancelled by `close()`.
         """
-        process: LineProcess | None = None
+        while True:
+            batch = [await self._waiting.get()]
+            while len(batch) < self._settings.batch_size and not self._waiting.empty():
+                batch.append(self._waiting.get_nowait())
+            batch = [(item, future) for item, future in batch if not future.cancelled()]
+            if batch:
+                await self._run_batch(batch)
+
+    async def _run_batch(self, batch: list[tuple[dict[str, Any], asyncio.Future[float]]]) -> None:
+        """Give every rollout of a batch its score, or the error that kept it from one."""
+        items = [item for item, _ in batch]
+        scores: list[float] = []
+        reason = "the reward model was closed"  # unless there is another
         try:
-            while (batch := self._next_batch()) is not None:
-                process = self._run_batch(process, batch)
+            async with self._process.lend() as process:
+                reply = await process.ask(items, self._settings.timeout_s)
+            scores = _read(reply, len(items))
+        except ProcessSlow:
+            reason = f"no scores after {self._settings.timeout_s:g} s (timeout_s)"
+        except RunError as error:  # it did not start, or ended, or refused
+            reason = str(error)
         finally:
-            if process is not None:
-                process.kill()
-
-    def _next_batch(self) -> list[tuple[dict[str, Any], Future[float]]] | None:
-        """Return the waiting rollouts, up to the batch size; None when closed."""
-        batch = [self._waiting.get()]
-        while len(batch) < self._settings.batch_size and not self._waiting.empty():
-            batch.append(self._waiting.get())
-        if None in batch:
-            for item in batch:
-                if item is not None:
-                    item[1].set_exception(RewardError("the reward model was closed"))
-            return None
-        return [item for item in batch if item is not None]
-
-    def _run_batch(
-        self, process: LineProcess | None, batch: list[tuple[dict[str, Any], Future[float]]]
-    ) -> LineProcess | None:
-        futures = [future for _, future in batch if future.set_running_or_notify_cancel()]
-        items = [item for item, future in batch if not future.cancelled()]
-        if not futures:
-            return process
-        try:
-            if process is None:
-                process = LineProcess(self._command(), self._settings.start_timeout_s)
-            scores = _read(process.ask(json.dumps(items), self._settings.timeout_s), len(futures))
-        except RewardError as error:  # it did not start
-            _fail(futures, str(error))
-            return None
-        except (ProcessSlow, ProcessGone) as error:
-            assert process is not None
-            limit = f"no scores after {self._settings.timeout_s:g} s (timeout_s)"
-            ended = f"the model's process ended: {process.last_words()}"
-            process.kill()
-            _fail(futures, limit if isinstance(error, ProcessSlow) else ended)
-            return None
-        except (ValueError, KeyError, TypeError) as error:  # the thread must outlive any answer
-            assert process is not None
-            process.kill()
-            _fail(futures, f"the model's process gave no scores: {type(error).__name__}: {error}")
-            return None
-        if isinstance(scores, str):
-            _fail(futures, scores)
-            return process
-        for future, value in zip(futures, scores, strict=True):
-            future.set_result(value)
-        return process
+            for number, (_, future) in enumerate(batch):
+                if future.done():
+                    continue  # its rollout was cancelled
+                if scores:
+                    future.set_result(scores[number])
+                else:
+                    future.set_exception(RewardError(reason))
 
     def _command(self) -> list[str]:
         settings = self._settings.model_dump_json()
@@ -138,23 +116,24 @@ class RewardModel(Reward):
 
     async def close(self) -> None:
         """End the model's process."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._waiting.put(None)
-            await asyncio.to_thread(thread.join)
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait([self._serving])
+        while not self._waiting.empty():
+            self._waiting.get_nowait()[1].set_exception(RewardError("the reward model was closed"))
+        await self._process.close()
 
 
-def _read(answer: str, number: int) -> list[float] | str:
-    """Return so many scores, or the error of the model; raise ValueError for any other answer."""
-    reply = json.loads(answer)
-    if "error" in reply:
-        return str(reply["error"])
-    scores = [float(value) for value in reply["scores"]]
+def _read(reply: Any, number: int) -> list[float]:
+    """Return so many scores; raise RewardError for any other answer."""
+    try:
+        if "error" in reply:
+            raise RewardError(str(reply["error"]))
+        scores = [float(value) for value in reply["scores"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RewardError(
+            f"the model's process gave no scores: {type(error).__name__}: {error}"
+        ) from None
     if len(scores) != number:
-        raise ValueError(f"got {len(scores)} scores, allowed: {number}")
+        raise RewardError(f"the model's process gave {len(scores)} scores, allowed: {number}")
     return scores
-
-
-def _fail(futures: list[Future[float]], reason: str) -> None:
-    for future in futures:
-        future.set_exception(RewardError(reason))

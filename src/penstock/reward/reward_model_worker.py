@@ -74,7 +74,7 @@ def main() -> None:
     if os.path.isabs(path) and not os.path.isdir(path):  # before the imports, which take seconds
         sys.exit(f"path: got {path!r}, allowed: a folder that holds a model, or a name on the Hub")
     scorer = Scorer(settings)
-    print("ready", file=answers, flush=True)
+    print('"ready"', file=answers, flush=True)
     for line in sys.stdin:
         try:
             reply: dict[str, Any] = {"scores": scorer.score(json.loads(line))}

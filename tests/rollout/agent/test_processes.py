@@ -7,7 +7,8 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from penstock.config import SamplingConfig, TaskConfig, plugins
 from penstock.errors import RunError, UserError
 from penstock.rollout.agent.build import check_agent
 from penstock.rollout.agent.endpoint import Endpoint
-from penstock.rollout.agent.process import Command, Pool, Process
+from penstock.rollout.agent.process import Command, Pool
 from penstock.run.twin.virtual_time import VirtualClock
 from penstock.store.journal.calls import ToolResult
 from penstock.types import Status
@@ -279,31 +280,27 @@ def test_a_pause_does_not_call_a_tool_twice(tmp_path: Path) -> None:
 
 
 def test_the_start_of_a_process_is_no_part_of_a_rollouts_time() -> None:
-    class Ready(Process):
-        def __init__(self) -> None: ...
+    class SlowToStart:
+        async def __call__(self, task: Any, model: Any) -> float:
+            raise RunError("ready")
 
-        async def ask(self, given: Any) -> dict[str, Any]:
-            return {"error": "ready"}
-
-        async def kill(self) -> None: ...
-
-    class SlowToStart(Pool):
-        async def _start(self) -> Process:
+        @asynccontextmanager
+        async def place(self) -> AsyncIterator[Any]:
             await asyncio.sleep(1000)
-            return Ready()
+            yield self
 
-    clock, group = VirtualClock(), make_group(2)  # the second waits for the first one's process
-    agent = make_agent(SlowToStart("agent.py:f", 1), timeout_s=60)
+    clock, group = VirtualClock(), make_group(2)
+    agent = make_agent(SlowToStart(), timeout_s=60)
     clock.run(agent.generate_group(group.rollouts))
     clock.close()
-    assert [one.error for one in group.rollouts] == ["agent: RunError: ready"] * 2
+    assert all("RunError: ready" in rollout.error for rollout in group.rollouts)
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("raises", "OSError: the browser is gone"),
-        ("dies", "process died"),
+        ("dies", "the agent's process ended"),
         ("gone", "no attribute"),
     ],
 )
@@ -336,11 +333,6 @@ def test_a_process_that_hangs_is_killed_with_its_children(file: Path, tmp_path: 
     for handle in asyncio.run(main()):
         assert select.select([handle], [], [], 60)[0]  # it has ended
         os.close(handle)
-
-
-def test_a_pool_tells_what_its_function_raised(file: Path) -> None:
-    with pytest.raises(RunError, match="no attribute 'missing'"):
-        asyncio.run(Pool(f"{file}:missing", 1)._start())
 
 
 DRIVER = """

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from penstock.config.secrets import from_environment
 from penstock.errors import RunError, UserError
-from penstock.rollout.agent.process import guarded, last_line
+from penstock.reward.line_process import last_line
+from penstock.rollout.agent.process import guarded
 
 if TYPE_CHECKING:
     from mcp import Client
