@@ -17,8 +17,8 @@ import numpy as np
 from penstock.config import Config
 from penstock.data.sampler import stable_hash
 from penstock.engine.protocol import Fetch
-from penstock.run.twin.models import DecodeModel
-from penstock.run.twin.parts import Samples, VirtualEngine
+from penstock.run.twin.engine import ModelledEngine
+from penstock.run.twin.profile import DecodeModel
 from penstock.training.algo.method import GRPO, Surrogate, TokenView
 from penstock.types import Prompt, Rollout, Score, WeightHandle
 
@@ -40,7 +40,7 @@ class Pace:
         return int(np.clip(round(drawn), 1, most))
 
 
-class SleepingEngine(VirtualEngine):
+class SleepingEngine(ModelledEngine):
     """See `InferenceEngine`."""
 
     @classmethod
@@ -52,8 +52,7 @@ class SleepingEngine(VirtualEngine):
             prefill_s=pace.prefill_s,
             slots=config.engine.max_slots,
         )
-        lengths = lambda name: (pace.length(name.partition("/")[0], most),)  # noqa: E731
-        engine = cls(decode, lengths, sync=Samples([0.0]))
+        engine = cls(decode, lambda name: pace.length(name.partition("/")[0], most))
         engine._fetch = fetch
         return engine
 

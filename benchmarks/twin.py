@@ -28,8 +28,7 @@ import numpy as np
 
 from penstock.config.source import load_config
 from penstock.run.twin import fit, plan
-from penstock.run.twin.models import DecodeModel, TrainModel
-from penstock.run.twin.profile import Profile, SeenGroup, assumed
+from penstock.run.twin.profile import DecodeModel, Profile, SeenGroup, TrainModel, assumed
 from penstock.run.twin.simulate import DRIVER_IS_FULL, simulate
 
 HERE = Path(__file__).resolve().parent

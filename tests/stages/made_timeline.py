@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 
-from penstock.run.twin.models import DecodeModel, Rows
+from penstock.run.twin.engine import Rows
+from penstock.run.twin.profile import DecodeModel
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 
@@ -58,14 +59,15 @@ def make_timeline(folder: RunFolder, *models: DecodeModel) -> None:
 def _decode(model: DecodeModel, groups: list[list[int]]) -> list[float]:
     """Return when each group ends if all of them come at time 0."""
     rows = Rows(model)
-    for place, lengths in enumerate(groups):
-        rows.stall(model.prefill_s)
-        rows.add(place, lengths)
+    owners = [place for place, lengths in enumerate(groups) for _ in lengths]
+    for row, tokens in enumerate(tokens for lengths in groups for tokens in lengths):
+        rows.add(row, tokens)
+    rows.stall(model.prefill_s * len(groups))
     rows.admit()
     ends = [0.0] * len(groups)
     while (end := rows.next_end()) is not None:
         rows.advance(end)
-        for place, _ in rows.take_ended():
-            ends[place] = end
+        for row in rows.take_ended():
+            ends[owners[row]] = end
         rows.admit()
     return ends

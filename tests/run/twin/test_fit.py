@@ -12,9 +12,8 @@ import pytest
 from penstock import cli
 from penstock.errors import UserError
 from penstock.run.twin.fit import _Call, _fit_decode, _replay, fit, read_profile, read_recording
-from penstock.run.twin.models import DecodeModel
 from penstock.run.twin.plan import check
-from penstock.run.twin.profile import Profile
+from penstock.run.twin.profile import DecodeModel, Profile
 from penstock.run.twin.simulate import simulate
 from stages.made_run import make_run
 from stages.made_timeline import (

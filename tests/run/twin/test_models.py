@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.run.twin.models import DecodeModel, Rows, TrainModel
+from penstock.run.twin.engine import Rows
+from penstock.run.twin.profile import DecodeModel, TrainModel
 
 
 def run(rows: Rows) -> list[tuple[float, int]]:
-    """Return (time, request) of every end."""
+    """Return (time, row) of every end."""
     rows.admit()
-    found = []
+    ends = []
     while (end := rows.next_end()) is not None:
         rows.advance(end)
-        found += [(round(end, 6), request) for request, _ in rows.take_ended()]
+        ends += [(round(end, 6), row) for row in rows.take_ended()]
         rows.admit()
-    return found
+    return ends
 
 
 def test_rows_share_decode_steps() -> None:
     rows = Rows(DecodeModel(step_s=1.0, row_s=0.5))
-    rows.add(0, [2])
-    rows.add(1, [4])
+    rows.add(0, 2)
+    rows.add(1, 4)
     # two steps of two rows, 2 s each; then two steps of one row, 1.5 s each
     assert run(rows) == [(4.0, 0), (7.0, 1)]
     assert (rows.busy_s, rows.row_s) == (7.0, 11.0)
@@ -30,47 +31,38 @@ def test_rows_share_decode_steps() -> None:
 
 def test_a_row_waits_for_a_slot() -> None:
     rows = Rows(DecodeModel(step_s=1.0, row_s=0.0, slots=1))
-    rows.add(0, [3])
-    rows.add(1, [2])
+    rows.add(0, 3)
+    rows.add(1, 2)
     assert run(rows) == [(3.0, 0), (5.0, 1)]
 
 
-def test_a_request_ends_with_its_last_row_and_its_rows_begin_as_slots_become_free() -> None:
+def test_a_removed_row_frees_its_slot_or_leaves_the_queue() -> None:
     rows = Rows(DecodeModel(step_s=1.0, row_s=0.0, slots=2))
-    rows.add(0, [2, 5, 1])
-    rows.add(1, [1])
-    # slots: 2 s of row 0, then 1 s of row 2, then request 1; and 5 s of row 1
-    assert run(rows) == [(4.0, 1), (5.0, 0)]
-    assert rows.tokens == pytest.approx(2 + 5 + 1 + 1)
-
-
-def test_a_removed_request_frees_its_slots_and_leaves_the_queue() -> None:
-    rows = Rows(DecodeModel(step_s=1.0, row_s=0.0, slots=2))
-    rows.add(0, [9, 2, 7])
-    rows.add(1, [3])
+    for row, tokens in enumerate((9, 2, 7, 3)):
+        rows.add(row, tokens)
     rows.admit()
     rows.advance(2.0)
-    assert rows.take_ended() == []
+    assert rows.take_ended() == [1]
     assert (rows.running, rows.waiting) == (1, 2)
-    assert rows.remove(0) == 2
+    assert (rows.remove(0), rows.remove(2)) == (2, 0)
     assert (rows.running, rows.waiting) == (0, 1)
-    assert run(rows) == [(5.0, 1)]
+    assert run(rows) == [(5.0, 3)]
 
 
 def test_a_prefill_holds_all_rows_up() -> None:
     rows = Rows(DecodeModel(step_s=1.0, row_s=0.0))
-    rows.add(0, [3])
+    rows.add(0, 3)
     rows.stall(0.5)
     assert run(rows) == [(3.5, 0)]
 
 
 def test_a_removed_row_has_made_the_tokens_of_its_time() -> None:
     rows = Rows(DecodeModel(step_s=1.0, row_s=0.0))
-    rows.add(0, [10])
-    rows.add(1, [2])
+    rows.add(0, 10)
+    rows.add(1, 2)
     rows.admit()
     rows.advance(4.2)
-    assert rows.take_ended() == [(1, 2)]
+    assert rows.take_ended() == [1]
     assert rows.remove(0) == 4
     assert rows.next_end() is None
 
@@ -80,7 +72,7 @@ def test_a_pack_of_engines_decodes_as_its_members_do() -> None:
     one, pack = Rows(model), Rows(model, engines=3)
     for rows, count in ((one, 4), (pack, 12)):
         for number in range(count):
-            rows.add(number, [2])
+            rows.add(number, 2)
     assert {end for end, _ in run(one)} == {end for end, _ in run(pack)} == {4.0, 8.0}
 
 

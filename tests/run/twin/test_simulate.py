@@ -12,10 +12,9 @@ from penstock.config.source import load_config
 from penstock.engine.protocol import GenerationRequest, SamplingParams
 from penstock.errors import UserError
 from penstock.run.twin import simulate as twin
-from penstock.run.twin.models import DecodeModel, TrainModel
-from penstock.run.twin.parts import Samples, VirtualEngine
+from penstock.run.twin.engine import ModelledEngine
 from penstock.run.twin.plan import make_plan, parse_nodes, split_configs
-from penstock.run.twin.profile import Profile, SeenGroup, assumed
+from penstock.run.twin.profile import DecodeModel, Profile, SeenGroup, TrainModel, assumed
 from penstock.run.twin.simulate import simulate
 from penstock.run.twin.virtual_time import VirtualClock
 from penstock.types import VersionSegment, WeightHandle
@@ -62,9 +61,7 @@ def test_async_hides_generation_behind_training() -> None:
 def test_no_token_is_older_than_the_weights_that_its_engine_had() -> None:
     """Parts of decode steps were rounded one by one: groups expired and were generated again in vain."""
     clock = VirtualClock()
-    engine = VirtualEngine(
-        DecodeModel(step_s=1.0, row_s=0.0), lambda name: (10,), sync=Samples([0.0])
-    )
+    engine = ModelledEngine(DecodeModel(step_s=1.0, row_s=0.0), lambda name: 10)
 
     async def play() -> list[VersionSegment]:
         async def load(version: int, at: float) -> None:
@@ -148,15 +145,16 @@ def test_what_a_user_wrote_is_not_executed() -> None:
 SKEWED = ("train.steps=12", "train.groups_per_step=16", "sampling.num_generations=4")
 
 
-@pytest.mark.parametrize("strategy", ["produce.strategy=sync", "produce.max_staleness=2"])
-@pytest.mark.parametrize("engines", [1, 4])
-def test_whole_groups_say_what_single_responses_say(strategy: str, engines: int) -> None:
-    config = config_of(*SKEWED, strategy, f"launch.num_producers={engines}")
-    profile = assumed(config)
-    fine, coarse = (simulate(config, profile, whole_groups=one) for one in (False, True))
-    assert coarse.seconds == pytest.approx(fine.seconds, rel=0.1)
-    assert coarse.engine_idle == pytest.approx(fine.engine_idle, abs=0.1)
-    assert coarse.tokens == fine.tokens
+def test_the_first_steps_stand_for_a_run_of_many_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("train.steps=60", "produce.max_staleness=2")
+    profile = profile_of(groups=[SeenGroup((100, 10), (0.0, 1.0))])
+    whole = simulate(config, profile)
+    monkeypatch.setattr(twin, "MANY_GROUPS", 8 * 4)
+    cut = simulate(config, profile)
+    assert (cut.steps, cut.groups) == (whole.steps, whole.groups)
+    assert cut.tokens_per_s == pytest.approx(whole.tokens_per_s, rel=0.02)
+    assert cut.mean_staleness == pytest.approx(whole.mean_staleness, abs=0.1)
+    assert sum(cut.staleness.values()) == cut.groups
 
 
 def test_packs_say_what_single_engines_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,15 @@ import numpy as np
 from penstock.config import Config
 from penstock.errors import UserError
 from penstock.inspection.timeline import Event, read_events
-from penstock.run.twin.models import LOSS_PER_DOUBLING, DecodeModel, Rows, TrainModel
-from penstock.run.twin.profile import Profile, SeenGroup, kind_name
+from penstock.run.twin.engine import Rows
+from penstock.run.twin.profile import (
+    DecodeModel,
+    Profile,
+    SeenGroup,
+    TrainModel,
+    kind_name,
+    rank_share,
+)
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder, find
 from penstock.waits import WaitKind
@@ -184,13 +191,11 @@ def _fit_train(recording: Recording, updates: list[Event]) -> TrainModel:
         tells = np.corrcoef(tokens, seconds)[0, 1] ** 2 > _TELLS
         if tells and slope > 0 and start > 0:
             fixed, each = float(start), float(slope)
-    ranks = recording.config.launch.num_consumers
-    doublings = max(0, ranks - 1).bit_length()
     spread = seconds / (fixed + each * tokens)
     return TrainModel(
         fixed_s=fixed,
-        token_s=each * ranks * (1 - LOSS_PER_DOUBLING) ** doublings,
-        spread=tuple(round(float(one), 4) for one in spread[-MOST_SAMPLES:]),
+        token_s=each / rank_share(recording.config.launch.num_consumers),
+        spread=tuple(round(float(ratio), 4) for ratio in spread[-MOST_SAMPLES:]),
     )
 
 
@@ -323,6 +328,7 @@ def _replay(calls: Sequence[_Call], model: DecodeModel) -> np.ndarray:
     rows, begin = Rows(model), calls[0].start
     first = np.zeros((len(calls), 3))
     parts = np.zeros((len(calls), 3))
+    owners: list[int] = []  # of each row, its call
 
     def done() -> tuple[float, float, float]:
         return rows.steps, rows.tokens, rows.stalls_s / model.prefill_s
@@ -331,13 +337,15 @@ def _replay(calls: Sequence[_Call], model: DecodeModel) -> np.ndarray:
         until = calls[place].start - begin if place < len(calls) else math.inf
         while (end := rows.next_end()) is not None and end <= until:
             rows.advance(end)
-            for number, _ in rows.take_ended():
-                parts[number] = np.subtract(done(), first[number])
+            for row in rows.take_ended():  # a call's last row comes last
+                parts[owners[row]] = np.subtract(done(), first[owners[row]])
             rows.admit()
         if place < len(calls):
             rows.advance(until)
             first[place] = done()
             rows.stall(model.prefill_s)
-            rows.add(place, calls[place].lengths)
+            for tokens in calls[place].lengths:
+                rows.add(len(owners), tokens)
+                owners.append(place)
             rows.admit()
     return parts

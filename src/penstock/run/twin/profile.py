@@ -8,19 +8,59 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from penstock.config import Config
 from penstock.config.launching import ProducerKindConfig
 from penstock.errors import UserError
-from penstock.run.twin.models import DecodeModel, TrainModel
 
+LOSS_PER_DOUBLING = 0.05  # assumed: twice the ranks train 5 % less than twice as fast
 # Measured: benchmarks/driver.py with groups of 4 and of 16 responses of 256 tokens, on one Neoverse-N1 core.
 DRIVER_S_PER_GROUP = 0.25e-3
 DRIVER_S_PER_RESPONSE = 0.09e-3
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DecodeModel:
+    """The speed of one engine: a decode step with n rows takes `step_s + n * row_s`."""
+
+    step_s: float  # of a decode step, whatever the rows
+    row_s: float  # per row of a decode step
+    prefill_s: float = 0.0  # of a group's prompt, which is computed once
+    slots: int = 64  # most rows
+
+    def seconds(self, rows: float) -> float:
+        return self.step_s + rows * self.row_s
+
+    def at_speed(self, speed: float) -> DecodeModel:
+        """An engine that is so many times as fast."""
+        return replace(
+            self,
+            step_s=self.step_s / speed,
+            row_s=self.row_s / speed,
+            prefill_s=self.prefill_s / speed,
+        )
+
+
+def rank_share(ranks: int) -> float:
+    """The share of one rank's time per token that so many ranks need together."""
+    return 1 / ranks / (1 - LOSS_PER_DOUBLING) ** max(0, ranks - 1).bit_length()
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TrainModel:
+    """The speed of the trainer: its ranks share the tokens of an update but not its fixed time."""
+
+    fixed_s: float
+    token_s: float  # per response token, on one rank
+    spread: tuple[float, ...] = (1.0,)  # seconds of steps, relative to the model
+
+    def seconds(self, tokens: int, ranks: int, step: int = 0) -> float:
+        shared = self.token_s * tokens * rank_share(ranks)
+        return (self.fixed_s + shared) * self.spread[step % len(self.spread)]
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,36 +95,23 @@ class Profile:
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return TypeAdapter(Profile).dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes, name: str) -> Profile:
         try:
-            given: dict[str, Any] = json.loads(text)
-            groups = [
-                SeenGroup(
-                    tuple(map(int, one["lengths"])),
-                    tuple(map(float, one["rewards"])),
-                    bool(one["refused"]),
-                    str(one["task"]),
-                )
-                for one in given.pop("groups")
-            ]
-            decode = DecodeModel(**given.pop("decode"))
-            kinds = {key: DecodeModel(**one) for key, one in given.pop("kinds", {}).items()}
-            train = given.pop("train")
-            train = TrainModel(**{**train, "spread": tuple(train["spread"])})
-            made = cls(groups=groups, decode=decode, kinds=kinds, train=train, **given)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            profile = TypeAdapter(Profile).validate_json(text)
+        except ValueError as error:
             raise UserError(
-                f"--profile: {name} got {type(error).__name__}: {error}, allowed: a run folder or a file "
-                "that --save-profile wrote"
+                f"--profile: {name} got {' '.join(str(error).split())}, allowed: a run folder or a "
+                "file that --save-profile wrote"
             ) from None
-        made.check(name)
-        return made
+        if not profile.groups or not all(group.lengths for group in profile.groups):
+            raise UserError(f"--profile: {name} got no finished group, allowed: a run that trained")
+        return profile
 
     def decode_of(self, config: Config, number: int) -> DecodeModel:
-        """Return the model of one engine of a run: of its kind if that is known, with the config's slots."""
+        """The model of one engine of a run: of its kind if that is known, with the config's slots."""
         kind = config.launch.kind_of(number)
         model = self.decode if kind is None else self.kinds.get(kind_name(kind), self.decode)
         return replace(model, slots=config.of_engine(number).engine.max_slots or model.slots)
@@ -100,26 +127,21 @@ class Profile:
         for kind, speed in zip(kinds, speeds, strict=True):
             self.kinds[kind_name(kind)] = self.decode.at_speed(speed)
 
-    def check(self, name: str) -> None:
-        """Raise a UserError unless there is something to draw from."""
-        if not self.groups or not all(one.lengths for one in self.groups):
-            raise UserError(f"--profile: {name} got no finished group, allowed: a run that trained")
-
 
 def kind_name(kind: ProducerKindConfig) -> str:
-    """Return what tells one of launch.producer_kinds from another, in any config."""
+    """What tells one of launch.producer_kinds from another, in any config."""
     return json.dumps({"engine": kind.engine, "place": kind.place}, sort_keys=True)
 
 
 def assumed(config: Config) -> Profile:
-    """Return a profile of no run: every figure of it is an assumption, and named as one."""
+    """A profile of no run: every figure of it is an assumption, and named as one."""
     sampling, random = config.sampling, np.random.default_rng(0)
     mean = max(1.0, sampling.max_tokens / 4)
     size = (512, sampling.num_generations)
-    drawn = np.clip(random.lognormal(np.log(mean) - 0.125, 0.5, size), 1, sampling.max_tokens)
+    lengths = np.clip(random.lognormal(np.log(mean) - 0.125, 0.5, size), 1, sampling.max_tokens)
     groups = [
         SeenGroup(tuple(map(int, row)), tuple(map(float, random.integers(0, 2, len(row)))))
-        for row in drawn
+        for row in lengths
     ]
     return Profile(
         source="assumptions",

@@ -1,30 +1,33 @@
 """Run a config on virtual time: the real loop, producer, strategies, buffer, pool and dispatch.
 
-Two coarser grains make large runs cheap: more engines than `MOST_ENGINES` are equal packs of engines,
-each one engine with as many slots, and from `MANY_GROUPS` on a group is one request with a row for each
-response. The same strategies, buffer and dispatcher decide.
+Two things make large runs cheap: more engines than `MOST_ENGINES` are equal packs of engines, each one
+engine with as many slots, and of more groups than `MANY_GROUPS` only the first steps are run; the second half of
+them stands for the others.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import numpy as np
 
 from penstock.config import Config, LaunchConfig
 from penstock.data.sampler import Sampler
-from penstock.engine.protocol import SamplingParams
+from penstock.engine.protocol import InferenceEngine, SamplingParams
 from penstock.errors import UserError
+from penstock.inspection.findings.live import LiveFindings
+from penstock.inspection.track.logs import RolloutLog, TimelineLog
+from penstock.inspection.track.trackers import Fanout
 from penstock.rollout import (
     IsValidSample,
     ProduceProgress,
@@ -34,35 +37,35 @@ from penstock.rollout import (
     strategy_config,
 )
 from penstock.rollout.agent.single_turn import SingleTurn
+from penstock.rollout.evaluation.background import Evaluations
 from penstock.rollout.evaluation.evaluate import EvalTask
 from penstock.run.job import Job
 from penstock.run.loop import Loop
+from penstock.run.twin.engine import ModelledEngine
 from penstock.run.twin.parts import (
     DriverTime,
+    ModelledJournal,
+    ModelledReward,
+    ModelledTrainer,
     Recorded,
     Samples,
-    VirtualCheckpoints,
-    VirtualEngine,
-    VirtualEvaluations,
-    VirtualJournal,
-    VirtualReward,
-    VirtualTrainer,
-    VirtualWorker,
     place_of,
 )
 from penstock.run.twin.profile import Profile, kind_name
 from penstock.run.twin.virtual_time import VirtualClock
+from penstock.store.checkpoint import CheckpointStore
+from penstock.store.run_folder import RunFolder
 from penstock.training.algo.method import run_settings
 from penstock.training.algo.settings import keep_group
-from penstock.types import Batch, Group, Prompt, Rollout, StepReport
+from penstock.types import Prompt, Rollout
 from penstock.waits import Waits, loop_time
 from penstock.workers.assemble import assemble, colocated_publishes
+from penstock.workers.inline import ThreadWorker
 from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
-from penstock.workers.supervise.worker import Worker
 from penstock.workers.workers import Workers
 
 MOST_ENGINES = 64
-MANY_GROUPS = 20_000
+MANY_GROUPS, LEAST_STEPS = 20_000, 6
 DRIVER_IS_FULL = 0.9  # of its core
 _COLLECT_AFTER = 1_000_000  # new objects; by default Python looks for garbage every few groups
 
@@ -100,71 +103,27 @@ class Result:
         return sum(behind * count for behind, count in self.staleness.items()) / max(1, total)
 
     def gpu_hours(self, steps: int) -> float:
-        """Return what `steps` updates take of all GPUs, at one GPU for an engine or rank."""
+        """What `steps` updates take of all GPUs, at one GPU for an engine or rank."""
         return (self.engines + self.ranks) * self.seconds_per_step * steps / 3600
 
 
-@dataclass(slots=True, kw_only=True)
-class _TwinJob(Job):
-    """A job whose steps are counted instead of logged."""
-
-    tokens_of: Callable[[Group], int]
-    measure: Callable[[], np.ndarray] = lambda: np.zeros(0)
-    measured: dict[int, np.ndarray] = field(default_factory=dict)  # step -> after it
-    trained: int = 0
-    groups: int = 0
-    staleness: Counter[int] = field(default_factory=Counter)
-    ended_at: float = 0.0
-
-    def log_step(self, batch: Batch, report: StepReport) -> None:
-        self.groups += len(batch.groups)
-        self.ended_at = loop_time()
-        for group in batch.groups:
-            self.trained += self.tokens_of(group)
-            self.staleness[group.staleness(batch.step)] += 1
-        self.measured[batch.step] = self.measure()
-
-
-class _Prompts:
-    """As many prompts as the profile has groups, of one token each: their lengths are in the profile."""
-
-    def __init__(self, count: int) -> None:
-        self._prompts = [
-            Prompt(prompt_id=str(n), messages=(), token_ids=np.array([n], np.int32))
-            for n in range(count)
-        ]
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __getitem__(self, index: int) -> Prompt:
-        return self._prompts[index]
-
-
 def simulate(
-    config: Config,
-    profile: Profile,
-    *,
-    steps: int | None = None,
-    standing_for: int = 0,
-    whole_groups: bool | None = None,
+    config: Config, profile: Profile, *, steps: int | None = None, standing_for: int = 0
 ) -> Result:
     """Run `steps` updates (None: those of the config) on virtual time; return what would have happened.
 
     standing_for: return the figures of so many updates, if that is more: the others are like the second half
     of those that were run, so that a short trial does not count its start as a long run would not.
-    whole_groups: a group is one request; None: if there are many groups.
     """
     steps = steps or config.train.steps
     if not steps:
         raise UserError("train.steps: got nothing, allowed: train.steps or --steps in a simulation")
     check_executes_nothing(config)
+    most = max(LEAST_STEPS, MANY_GROUPS // config.train.groups_per_step)
     clock, began, thresholds = VirtualClock(), time.perf_counter(), gc.get_threshold()
     gc.set_threshold(_COLLECT_AFTER)
     try:
-        if whole_groups is None:
-            whole_groups = steps * config.train.groups_per_step > MANY_GROUPS
-        result = clock.run(_run(config, profile, steps, max(steps, standing_for), whole_groups))
+        result = clock.run(_run(config, profile, min(steps, most), max(steps, standing_for)))
     finally:
         clock.close()
         gc.set_threshold(*thresholds)
@@ -184,7 +143,7 @@ def check_executes_nothing(config: Config) -> None:
 
 
 def packs(launch: LaunchConfig) -> list[tuple[int, int]]:
-    """Return the packs of engines: the number of its first engine, and how many equal ones it has."""
+    """The packs of engines: the number of its first engine, and how many equal ones it has."""
     size = math.ceil(launch.num_producers / MOST_ENGINES)
     counts = [kind.count for kind in launch.producer_kinds]
     found, first = [], 0
@@ -194,58 +153,34 @@ def packs(launch: LaunchConfig) -> list[tuple[int, int]]:
     return found
 
 
-async def _run(
-    config: Config, profile: Profile, steps: int, all_steps: int, whole_groups: bool
-) -> Result:
+async def _run(config: Config, profile: Profile, steps: int, all_steps: int) -> Result:
+    """steps: those that are run. all_steps: those that the producer works for."""
     async with AsyncExitStack() as closing:
-        job, engines, trainer, driver = await _build(
-            config, profile, (steps, all_steps), whole_groups, closing
-        )
-        started = loop_time()
-
-        def measure() -> np.ndarray:
-            for engine in engines:
-                engine.rows.advance(loop_time())
-            busy = sum(engine.rows.busy_s * engine.engines for engine in engines)
-            rows = sum(engine.rows.row_s for engine in engines)
-            did = (trainer.busy_s, busy, rows, driver.busy_s)
-            return np.array([job.ended_at - started, job.trained, job.groups, *did])
-
-        job.measure = measure
-        await Loop(cast(Job, job)).run()
-        steady = _steady_steps(config, steps)
-        run, before = job.measured[steps], job.measured.get(steps - steady, np.zeros(7))
-        all_of_it = run + (all_steps - steps) / steady * (run - before)
-        seconds, tokens, groups, trained, busy, rows, driven = all_of_it
-        seconds = max(float(seconds), 1e-9)
-        slots = sum(engine.rows.slots for engine in engines)
-        producer = cast(Producer, job.source)
-        result = Result(
-            engines=config.launch.num_producers,
-            ranks=config.launch.num_consumers,
-            steps=all_steps,
-            seconds=seconds,
-            tokens=round(tokens),
-            trainer_idle=max(0.0, 1 - float(trained) / seconds),
-            engine_idle=max(0.0, 1 - float(busy) / config.launch.num_producers / seconds),
-            slots_used=float(rows) / seconds / slots,
-            driver_busy=float(driven) / seconds,
-            groups=round(groups),
-            staleness=dict(sorted(job.staleness.items())),
-            drops=_drops(producer),
-        )
+        folder = closing.enter_context(TemporaryDirectory(prefix="penstock-"))
+        twin = _Twin(config, profile)
+        await twin.run(RunFolder(Path(folder)), steps, all_steps, closing)
+    steady = _steady_steps(config, steps)
+    before = twin.measured.get(steps - steady, _Measured(np.zeros(7), Counter(), Counter()))
+    measured = twin.measured[steps].extended(before, (all_steps - steps) / steady)
+    seconds, tokens, groups, trained_s, busy_s, row_s, driven_s = map(float, measured.figures)
+    seconds, engines = max(seconds, 1e-9), config.launch.num_producers
+    drops = {**measured.drops, "left over": twin.left_over}
+    result = Result(
+        engines=engines,
+        ranks=config.launch.num_consumers,
+        steps=all_steps,
+        seconds=seconds,
+        tokens=round(tokens),
+        trainer_idle=max(0.0, 1 - trained_s / seconds),
+        engine_idle=max(0.0, 1 - busy_s / engines / seconds),
+        slots_used=row_s / seconds / sum(engine.rows.slots for engine in twin.engines),
+        driver_busy=driven_s / seconds,
+        groups=round(groups),
+        staleness=dict(sorted(measured.staleness.items())),
+        drops={reason: count for reason, count in drops.items() if count},
+    )
     result.notes = _notes(config, profile, result)
     return result
-
-
-def _drops(producer: Producer) -> dict[str, int]:
-    """Return the groups that were generated in vain: refused, expired, aborted, left over at the end."""
-    counts: Counter[str] = Counter()
-    for task in producer.snapshot().tasks:
-        counts.update({f"refused ({reason})": n for reason, n in task.dropped.items()})
-        counts.update({name: task.counters.get(name, 0) for name in ("expired", "aborted")})
-        counts["left over"] += task.buffered
-    return {name: count for name, count in counts.items() if count}
 
 
 def _notes(config: Config, profile: Profile, result: Result) -> list[str]:
@@ -286,177 +221,224 @@ def _steady_steps(config: Config, steps: int) -> int:
     return half // a_round * a_round or half
 
 
-async def _build(
-    config: Config,
-    profile: Profile,
-    updates: tuple[int, int],
-    whole_groups: bool,
-    closing: AsyncExitStack,
-) -> tuple[_TwinJob, list[VirtualEngine], VirtualTrainer, DriverTime]:
-    """updates: those that are run, and those that the producer works for."""
-    steps, all_steps = updates
-    callbacks = SupervisionCallbacks(waits=Waits(), note=lambda line: None)
-    recorded = {name: _recorded(config, profile, name) for name in config.tasks}
-    driver = DriverTime(profile.driver_s_per_group, profile.driver_s_per_response)
-    engines = _engines(config, profile, recorded, whole_groups)
+@dataclass(slots=True, frozen=True)
+class _Measured:
+    """What had happened when a step was committed."""
 
-    def tokens_of(group: Group) -> int:
-        if not whole_groups:
-            return group.num_response_tokens
-        return recorded[group.task].tokens(group.cursor)
+    figures: np.ndarray  # seconds, tokens, groups; seconds of trainer, engines, rows and driver
+    staleness: Counter[int]
+    drops: Counter[str]
 
-    trainer = VirtualTrainer(profile, config.launch.num_consumers, tokens_of)
+    def extended(self, before: _Measured, times: float) -> _Measured:
+        """These counts, with what came since `before` added so many times."""
 
-    def supervised(name: str, part: Any) -> Supervised:
-        async def spawn() -> Worker:
-            return VirtualWorker(name, part)
+        def longer(counts: Counter[Any], earlier: Counter[Any]) -> Counter[Any]:
+            return Counter(
+                {key: round(n + times * (n - earlier[key])) for key, n in counts.items()}
+            )
 
-        return Supervised(name, spawn, config.launch, callbacks)
-
-    workers = [supervised(f"engine-{n}", engine) for n, engine in enumerate(engines)]
-    train_worker = supervised("trainer", trainer)
-    for one in (*workers, train_worker):
-        await one.start()
-
-    async def nothing() -> None: ...
-
-    made = assemble(
-        "virtual",
-        train_worker,
-        workers,
-        nothing,
-        callbacks,
-        "virtual",
-        publishes=colocated_publishes(config, steps),
-        settings=config.engine.model_copy(update={"max_slots": 0}),  # ask each engine
-        may_leave=config.may_leave_engines(),
-    )
-    closing.push_async_callback(made.close)
-    assert made.engine is not None
-    await made.engine.start()
-    journal = cast(Any, VirtualJournal(profile))
-    job = _TwinJob(
-        config=config,
-        folder=cast(Any, None),
-        total_steps=steps,
-        workers=made,
-        source=_producer(
-            config, profile, recorded, made.engine, journal, driver, all_steps, whole_groups
-        ),
-        journal=journal,
-        checkpoints=cast(Any, VirtualCheckpoints(config.checkpoint)),
-        evaluations=_evaluations(config, profile, made, callbacks),
-        rollout_log=cast(Any, None),
-        findings=cast(Any, None),
-        timeline=cast(Any, None),
-        tracker=cast(Any, None),
-        tokens_of=tokens_of,
-    )
-    return job, engines, trainer, driver
-
-
-def _engines(
-    config: Config, profile: Profile, recorded: dict[str, Recorded], whole_groups: bool
-) -> list[VirtualEngine]:
-    packed = packs(config.launch)
-    any_task = next(iter(recorded.values()))
-
-    def lengths(request_id: str) -> Sequence[int]:
-        task, cursor, number = place_of(request_id)
-        own = recorded.get(task) or any_task  # of an evaluation: as in training
-        seen = own.group(cursor).lengths
-        whole = whole_groups and task in recorded
-        return seen[: own.size] if whole else seen[number : number + 1]
-
-    rows = min(one.mean_rows() for one in recorded.values()) if whole_groups else 1.0
-    return [
-        VirtualEngine(
-            profile.decode_of(config, first),
-            lengths,
-            engines=size,
-            rows_of_request=rows,
-            sync=Samples(profile.sync_s, number, len(packed)),
+        return _Measured(
+            self.figures + times * (self.figures - before.figures),
+            longer(self.staleness, before.staleness),
+            longer(self.drops, before.drops),
         )
-        for number, (first, size) in enumerate(packed)
-    ]
 
 
-def _evaluations(
-    config: Config, profile: Profile, workers: Workers, callbacks: SupervisionCallbacks
-) -> VirtualEvaluations:
-    sizes = {name: size for name, size in profile.evaluations.items() if name in config.eval.tasks}
-    return VirtualEvaluations(
-        tasks=[cast(EvalTask, SimpleNamespace(name=name)) for name in sizes],
-        folder=Path(os.devnull, "eval"),  # nothing was evaluated before
-        engine=workers.engine,
-        waits=callbacks.waits,
-        log=lambda step, metrics: None,
-        note=lambda text: None,
-        set_aside=workers.set_aside,
-        sizes=sizes,
-        sampling=SamplingParams(max_tokens=config.sampling.max_tokens),
-    )
+class _Twin:
+    """One simulated run: modelled engines, trainer, rewards and journal; every other part is a run's."""
+
+    def __init__(self, config: Config, profile: Profile) -> None:
+        self._config, self._profile = config, profile
+        self._recorded = {name: _recorded(config, profile, name) for name in config.tasks}
+        self._driver = DriverTime(profile)
+        self._trainer = ModelledTrainer(profile, config.launch.num_consumers)
+        self._journal = ModelledJournal(profile, self._measure)
+        self._source: Producer
+        self._started_at = loop_time()
+        self.engines = self._engines()
+        self.measured: dict[int, _Measured] = {}  # by step
+        self.left_over = 0  # groups that were generated and not needed
+
+    async def run(
+        self, folder: RunFolder, steps: int, all_steps: int, closing: AsyncExitStack
+    ) -> None:
+        """Train `steps` updates; the producer works for `all_steps`."""
+        workers = await self._launch(steps)
+        closing.push_async_callback(workers.close)
+        self._source = self._producer(workers, all_steps)
+        job = Job(  # nothing is told to anybody
+            config=self._config,
+            folder=folder,
+            total_steps=steps,
+            workers=workers,
+            source=self._source,
+            journal=cast(Any, self._journal),
+            checkpoints=CheckpointStore(folder.checkpoints, self._config.checkpoint),
+            evaluations=Evaluations(
+                tasks=self._eval_tasks(),
+                folder=folder.evaluations,
+                engine=workers.engine,
+                waits=workers.callbacks.waits,
+                log=lambda step, metrics: None,
+                note=lambda text: None,
+                set_aside=workers.set_aside,
+            ),
+            rollout_log=RolloutLog(folder.path / "rollouts.jsonl", every_steps=0, num_groups=0),
+            findings=LiveFindings(folder, self._config, steps),
+            timeline=TimelineLog(folder.path / "timeline", Waits()),  # of no wait
+            tracker=Fanout({}),
+        )
+        closing.push_async_callback(job.checkpoints.settle)
+        self._started_at = loop_time()
+        await Loop(job).run()
+        self.left_over = sum(task.buffered for task in self._source.snapshot().tasks)
+
+    def _measure(self, step: int) -> None:
+        for engine in self.engines:
+            engine.rows.advance(loop_time())
+        figures = (
+            loop_time() - self._started_at,
+            self._journal.tokens,
+            self._journal.groups,
+            self._trainer.busy_s,
+            sum(engine.rows.busy_s * engine.engines for engine in self.engines),
+            sum(engine.rows.row_s for engine in self.engines),
+            self._driver.busy_s,
+        )
+        drops: Counter[str] = Counter()
+        for task in self._source.snapshot().tasks:
+            drops.update({f"refused ({reason})": n for reason, n in task.dropped.items()})
+            drops.update({name: task.counters.get(name, 0) for name in ("expired", "aborted")})
+        staleness = self._journal.staleness.copy()
+        self.measured[step] = _Measured(np.array(figures), staleness, drops)
+
+    def _engines(self) -> list[ModelledEngine]:
+        packed = packs(self._config.launch)
+        any_task = next(iter(self._recorded.values()))
+
+        def length(request_id: str) -> int:
+            task, cursor, number = place_of(request_id)  # of an evaluation: as in training
+            return self._recorded.get(task, any_task).group(cursor).lengths[number]
+
+        return [
+            ModelledEngine(
+                self._profile.decode_of(self._config, first),
+                length,
+                engines=size,
+                sync_s=Samples(self._profile.sync_s, number, len(packed)).draw,
+            )
+            for number, (first, size) in enumerate(packed)
+        ]
+
+    async def _launch(self, steps: int) -> Workers:
+        """Start the modelled parts, as a launcher starts real ones."""
+        config = self._config
+        callbacks = SupervisionCallbacks(waits=Waits(), note=lambda line: None)
+
+        def supervised(name: str, part: Any) -> Supervised:
+            spawn = partial(ThreadWorker.start, name, lambda: part)
+            return Supervised(name, spawn, config.launch, callbacks)
+
+        engines = [supervised(f"engine-{n}", engine) for n, engine in enumerate(self.engines)]
+        trainer = supervised("trainer", self._trainer)
+        for worker in (*engines, trainer):
+            await worker.start()
+
+        async def nothing() -> None: ...
+
+        workers = assemble(
+            "virtual",
+            trainer,
+            engines,
+            nothing,
+            callbacks,
+            "virtual",
+            publishes=colocated_publishes(config, steps),
+            settings=config.engine.model_copy(update={"max_slots": 0}),  # ask each engine
+            may_leave=config.may_leave_engines(),
+        )
+        assert workers.engine is not None
+        await workers.engine.start()
+        return workers
+
+    def _reward(self, task: str) -> ModelledReward:
+        return ModelledReward(self._recorded[task], self._profile, self._driver)
+
+    def _eval_tasks(self) -> list[EvalTask]:
+        """Evaluations of as many responses as in the profile, with the rewards of a task of training."""
+        config = self._config
+        return [
+            EvalTask(
+                name=name,
+                problems=_prompts(size),
+                reward=self._reward(next(iter(config.tasks))),
+                sampling=SamplingParams(max_tokens=config.sampling.max_tokens),
+                num_generations=1,
+                decode=lambda ids: "",
+                seed=0,
+            )
+            for name, size in self._profile.evaluations.items()
+            if size and name in config.eval.tasks
+        ]
+
+    def _producer(self, workers: Workers, steps: int) -> Producer:
+        config = self._config
+        buffer = ReplayBuffer(max_groups_per_task=config.produce.max_buffered_groups)
+        return Producer(
+            tasks=[self._task(name, workers, buffer) for name in config.tasks],
+            replay_buffer=buffer,
+            journal=cast(Any, self._journal),
+            waits=workers.callbacks.waits,
+            progress=ProduceProgress.build(list(config.tasks)),
+            groups_per_step=config.train.groups_per_step,
+            sync_weights_interval=config.sync.every_steps,
+            last_step=steps,
+        )
+
+    def _task(self, name: str, workers: Workers, buffer: ReplayBuffer) -> ProduceTask:
+        config, sampling = self._config, self._config.task_sampling(name)
+        produce = config.task_produce(name).model_copy(update={"should_continue": ""})
+        rule = _validity(config, name, self._recorded[name])
+        return ProduceTask(
+            name=name,
+            weight=config.tasks[name].weight,
+            strategy=strategy_config(produce, rule).build(
+                sync_weights_interval=config.sync.every_steps
+            ),
+            agent_loop=SingleTurn(
+                engine=cast(InferenceEngine, workers.engine),
+                reward=self._reward(name),
+                sampling=sampling,
+                decode=lambda ids: "",
+            ),
+            sampler=Sampler(
+                _prompts(len(self._profile.groups)),
+                task_name=name,
+                prompt_repeat_k=sampling.num_generations,
+                seed=config.seed,
+                replay_buffer=buffer,
+            ),
+        )
 
 
 def _recorded(config: Config, profile: Profile, task: str) -> Recorded:
-    own = [group for group in profile.groups if group.task == task]
+    groups = [group for group in profile.groups if group.task == task]
     sampling = config.task_sampling(task)
     return Recorded(
-        own or profile.groups, size=sampling.num_generations, longest=sampling.max_tokens
+        groups or profile.groups, size=sampling.num_generations, longest=sampling.max_tokens
     )
 
 
-def _producer(
-    config: Config,
-    profile: Profile,
-    all_recorded: dict[str, Recorded],
-    engine: Any,
-    journal: Any,
-    driver: DriverTime,
-    steps: int,
-    whole_groups: bool,
-) -> Producer:
-    buffer = ReplayBuffer(max_groups_per_task=config.produce.max_buffered_groups)
-    tasks = []
-    for name, task in config.tasks.items():
-        sampling, recorded = config.task_sampling(name), all_recorded[name]
-        produce = config.task_produce(name).model_copy(update={"should_continue": ""})
-        tasks.append(
-            ProduceTask(
-                name=name,
-                weight=task.weight,
-                strategy=strategy_config(produce, _validity(config, name, recorded)).build(
-                    sync_weights_interval=config.sync.every_steps
-                ),
-                agent_loop=SingleTurn(
-                    engine=engine,
-                    reward=VirtualReward(recorded, Samples(profile.reward_s), driver),
-                    sampling=sampling,
-                    decode=lambda ids: "",
-                ),
-                sampler=Sampler(
-                    _Prompts(len(profile.groups)),
-                    task_name=name,
-                    prompt_repeat_k=1 if whole_groups else sampling.num_generations,
-                    seed=config.seed,
-                    replay_buffer=buffer,
-                ),
-            )
-        )
-    return Producer(
-        tasks=tasks,
-        replay_buffer=buffer,
-        journal=journal,
-        waits=Waits(),
-        progress=ProduceProgress.build(list(config.tasks)),
-        groups_per_step=config.train.groups_per_step,
-        sync_weights_interval=config.sync.every_steps,
-        last_step=steps,
-    )
+def _prompts(count: int) -> list[Prompt]:
+    """Prompts of one token: what is made of them is in the profile."""
+    return [
+        Prompt(prompt_id=str(n), messages=(), token_ids=np.array([n], np.int32))
+        for n in range(count)
+    ]
 
 
 def _validity(config: Config, task: str, recorded: Recorded) -> IsValidSample:
-    """Return the rule of a run, with what was recorded in the place of a user's code."""
+    """The rule of a run, with what was recorded in the place of a user's code."""
     settings = None if ":" in config.algorithm.name else run_settings(config)
     by_record = settings is None or bool(config.task_produce(task).is_valid_sample)
 
@@ -464,10 +446,6 @@ def _validity(config: Config, task: str, recorded: Recorded) -> IsValidSample:
         seen = recorded.group(place_of(rollouts[0].rollout_id)[1])
         if by_record and seen.refused:
             return False
-        if settings is None or not settings.filter_groups:
-            return True
-        if len(rollouts) == recorded.size:
-            return keep_group(rollouts, settings)
-        return len(set(seen.rewards[: recorded.size])) > 1  # a whole group as one rollout
+        return settings is None or not settings.filter_groups or keep_group(rollouts, settings)
 
     return is_valid

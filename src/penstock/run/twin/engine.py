@@ -1,0 +1,292 @@
+"""A modelled engine: its rows decode together, and every response ends when the profile's model says.
+
+An engine makes one token for each of its rows in a decode step; see `DecodeModel` for what a step takes. `Rows`
+is that rule alone: the fit replays recorded calls through it, `ModelledEngine` runs on it behind the engine
+protocol, by the clock of the running event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+
+from penstock.engine.protocol import (
+    EngineStats,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    PauseMode,
+)
+from penstock.run.twin.profile import DecodeModel
+from penstock.types import VersionSegment, WeightHandle, extend_segments
+from penstock.waits import loop_time
+
+_IDS = np.zeros(1 << 20, dtype=np.int32)  # the tokens of every response
+_LOGPROBS = np.zeros(1 << 20, dtype=np.float32)
+_IDS.flags.writeable = _LOGPROBS.flags.writeable = False  # so that a rollout needs no copy
+_GRAIN_STEPS = 4  # decode steps after which a pack of engines looks for rows that have ended
+
+
+class Rows:
+    """The rows of one engine, or of `engines` equal ones as one: which run, which wait, which ends next.
+
+    Rows advance together, so a row ends when the count of decode steps has reached its own.
+    """
+
+    def __init__(self, model: DecodeModel, engines: int = 1) -> None:
+        self.model = model
+        self.slots = model.slots * engines
+        self.busy_s = self.row_s = 0.0  # seconds with a row, and seconds of all rows
+        self.steps = 0.0  # decode steps done
+        self.stalls_s = 0.0  # seconds in which no row advanced, beside a row
+        self.tokens = 0.0
+        self.is_held = False  # no row begins
+        self._engines = engines
+        self._now = 0.0
+        self._stalled_s = 0.0  # seconds to come in which no row advances
+        self._queue: dict[int, int] = {}  # waiting row -> its tokens; first come, first served
+        self._began: dict[int, float] = {}  # running row -> decode steps done by then
+        self._ends: list[tuple[float, int]] = []  # heap: decode steps at its end, row
+
+    @property
+    def running(self) -> int:
+        return len(self._began)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    def _pace(self) -> float:
+        return self.model.seconds(max(1.0, self.running / self._engines))
+
+    def advance(self, now: float) -> None:
+        """Move to a time at which no row ends or began to run before."""
+        passed = now - self._now
+        self._now = now
+        if self._began:
+            self.busy_s += passed
+            self.row_s += passed * self.running
+            stalled = min(passed, self._stalled_s)
+            self._stalled_s -= stalled
+            self.stalls_s += stalled
+            steps = (passed - stalled) / self._pace()
+            self.steps += steps
+            self.tokens += steps * self.running
+        else:
+            self._stalled_s = max(0.0, self._stalled_s - passed)
+
+    def stall(self, seconds: float) -> None:
+        """Let all rows wait: a prefill, or weights being loaded between two decode steps."""
+        self._stalled_s += seconds / self._engines
+
+    def add(self, row: int, tokens: int) -> None:
+        """Let a row of so many tokens wait for a free slot; every row has a number of its own."""
+        self._queue[row] = tokens
+
+    def admit(self) -> None:
+        """Let waiting rows run for as long as slots are free."""
+        while self._queue and self.running < self.slots and not self.is_held:
+            row = next(iter(self._queue))
+            heappush(self._ends, (self.steps + self._queue.pop(row), row))
+            self._began[row] = self.steps
+
+    def next_end(self) -> float | None:
+        """The time at which the next row ends if no other begins before; None without rows."""
+        while self._ends and self._ends[0][1] not in self._began:  # it was removed
+            heappop(self._ends)
+        if not self._ends:
+            return None
+        left = max(0.0, self._ends[0][0] - self.steps)
+        return self._now + self._stalled_s + left * self._pace()
+
+    def take_ended(self) -> list[int]:
+        """Return and forget the rows that have ended."""
+        ended = []
+        while self._ends and self._ends[0][0] <= self.steps + 1e-6:
+            _, row = heappop(self._ends)
+            if self._began.pop(row, None) is not None:
+                ended.append(row)
+        return ended
+
+    def remove(self, row: int) -> int:
+        """Forget a row before its end; return the tokens that it has made."""
+        if self._queue.pop(row, None) is not None:
+            return 0
+        return int(self.steps - self._began.pop(row) + 1e-6)
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """One `generate_many`, answered whole."""
+
+    answer: asyncio.Future[None]
+    left: int  # requests
+    generations: dict[str, Generation]
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    name: str
+    call: _Call
+    row: int
+    tokens: int  # still to make
+
+
+class ModelledEngine:
+    """See `InferenceEngine`: one engine, or `engines` equal ones behind one name."""
+
+    def __init__(
+        self,
+        decode: DecodeModel,
+        length: Callable[[str], int],
+        *,
+        engines: int = 1,
+        sync_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """length: tokens of the response to a request, by its id. sync_s: seconds of the next load."""
+        self.rows, self.engines = Rows(decode, engines), engines
+        self._length, self._prefill_s, self._sync_s = length, decode.prefill_s, sync_s
+        self._switches: list[tuple[float, int]] = [(0.0, 0)]  # (decode steps done, version)
+        self._digest = ""
+        self._by_row: dict[int, _Request] = {}
+        self._by_name: dict[str, _Request] = {}
+        self._numbers = itertools.count()
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended_at = 0.0
+        self._grain_s = _GRAIN_STEPS * decode.seconds(decode.slots) * (engines > 1)
+        self._idle = asyncio.Event()
+
+    async def start(self) -> None: ...
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        return (await self.generate_many([request]))[0]
+
+    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
+        call = _Call(asyncio.get_running_loop().create_future(), len(requests), {})
+        self.rows.advance(loop_time())
+        self.rows.stall(self._prefill_s)
+        for request in requests:
+            name = request.request_id
+            tokens = max(1, self._length(name) - len(request.response_ids))
+            asked = _Request(name, call, next(self._numbers), tokens)
+            self._by_name[name] = self._by_row[asked.row] = asked
+            self.rows.add(asked.row, tokens)
+        self._continue()
+        try:
+            await call.answer
+        except asyncio.CancelledError:
+            for request in requests:
+                await self.abort(request.request_id)
+            raise
+        return [call.generations[request.request_id] for request in requests]
+
+    def _continue(self) -> None:
+        """Let waiting rows begin, and set the timer of the next end; one that is too early does no harm."""
+        self.rows.admit()
+        end = self.rows.next_end()
+        if end is None:
+            if not self.rows.running:
+                self._idle.set()
+            return
+        due = max(end, self._ended_at + self._grain_s)
+        if self._timer is None or due < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_at(due, self._end_rows)
+
+    def _end_rows(self) -> None:
+        self._timer, now = None, loop_time()
+        self.rows.advance(now)
+        for row in self.rows.take_ended():
+            self._ended_at = now
+            request = self._by_row[row]
+            self._answer(request, request.tokens, "stop")
+        self._continue()
+
+    def _answer(self, request: _Request, tokens: int, reason: FinishReason) -> None:
+        name, call = request.name, request.call
+        del self._by_name[name], self._by_row[request.row]
+        call.generations[name] = Generation(
+            request_id=name,
+            token_ids=_IDS[:tokens],
+            logprobs=_LOGPROBS[:tokens],
+            segments=self._segments(tokens),
+            finish_reason=reason,
+        )
+        call.left -= 1
+        if not call.left and not call.answer.done():
+            call.answer.set_result(None)
+
+    def _segments(self, tokens: int) -> tuple[VersionSegment, ...]:
+        """Return the versions under which the last `tokens` decode steps were done.
+
+        Steps since a switch are rounded, never those between two: their sum would give a response an
+        older version than any that its engine had.
+        """
+        done, newest_first = 0, []
+        for switched, version in reversed(self._switches):
+            since = min(tokens, round(self.rows.steps - switched))
+            newest_first.append((version, since - done))
+            done = since
+            if done == tokens:
+                break
+        segments: tuple[VersionSegment, ...] = ()
+        for place, (version, count) in enumerate(reversed(newest_first)):
+            rest = tokens - done if place == 0 else 0  # older than every switch that is remembered
+            segments = extend_segments(segments, version, count + rest)
+        return segments
+
+    async def abort(self, request_id: str) -> None:
+        request = self._by_name.get(request_id)
+        if request is not None:
+            self.rows.advance(loop_time())
+            self._answer(request, self.rows.remove(request.row), "abort")
+            self._continue()
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        self.rows.is_held = True
+        if mode == "abort":
+            for name in list(self._by_name):
+                await self.abort(name)
+        while mode == "wait" and self.rows.running:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def resume(self) -> None:
+        self.rows.is_held = False
+        self.rows.advance(loop_time())
+        self._continue()
+
+    async def update_weights(self, version: int, source: WeightHandle) -> str:
+        if seconds := self._sync_s():
+            await asyncio.sleep(seconds)
+        self.rows.advance(loop_time())
+        self._switches.append((self.rows.steps, version))
+        del self._switches[:-64]
+        self._digest = source.digest
+        return source.digest
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+    async def stats(self) -> EngineStats:
+        self.rows.advance(loop_time())
+        return EngineStats(
+            policy_version=self._switches[-1][1],
+            digest=self._digest,
+            running=self.rows.running,
+            waiting=self.rows.waiting,
+            tokens_generated=int(self.rows.tokens),
+            busy_s=self.rows.busy_s,
+            slots=self.rows.slots,
+        )
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
