@@ -69,10 +69,8 @@ OWNED = {
     "reward/reward_model.py RewardModel.score": "`_run_batch` fails every waiting rollout; `close` ends it",
     "reward/call_threads.py CallThreads._start_worker": "`_work` carries any error to its waiter",
     "run/run_data.py left_behind": "its outcome is awaited; a stop leaves it behind",
-    "reward/sandbox/client.py VerificationClient._attempt": "every call in it is awaited",
-    "reward/sandbox/listener.py Listener._serve_next": "`_served` logs its error; `close` ends it",
     "reward/sandbox/pool.py SandboxPool.__init__": "the next caller of `_take` meets the same error",
-    "reward/sandbox/turns.py Turns.__init__": "every call in it is awaited",
+    "reward/sandbox/serve.py VerificationService.__init__": "every call in it is awaited",
 }
 
 

@@ -18,6 +18,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -108,6 +109,15 @@ class _Connection(H11Protocol):
     def is_idle(self) -> bool:
         """Whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP; cut a client that sends it within a request or behind one."""
+        if self.is_idle and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+            return
+        self.cycle.disconnected = True  # the response has no reader
+        self.cycle.message_event.set()
+        self.transport.abort()
 
     def on_response_complete(self) -> None:
         self._watch()

@@ -7,14 +7,14 @@ server's own answer is a verdict.
 from __future__ import annotations
 
 import asyncio
-import http.client
 import itertools
 import json
 import random
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
+
+import httpx2
 
 from penstock.errors import RewardError, SandboxError, UserError
 from penstock.reward.sandbox.verify import Verdict
@@ -22,7 +22,7 @@ from penstock.reward.sandbox.verify import Verdict
 MAX_REPLY_BYTES = 64 << 20
 MAX_BACKOFF_S = 30.0
 CONNECTIONS = 32
-_ROUTE = "/check_correctness"
+ROUTE, BATCH_ROUTE = "/check_correctness", "/check_correctness_batch"
 TOKEN_VARIABLE = "PENSTOCK_SANDBOX_TOKEN"
 
 
@@ -53,12 +53,9 @@ class VerificationClient:
         self._headers, self._token = {"Content-Type": "application/json"}, token
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._request_timeout_s, self._retries, self._backoff_s = (
-            request_timeout_s,
-            retries,
-            backoff_s,
-        )
-        self._threads: ThreadPoolExecutor | None = None
+        self._request_timeout_s = request_timeout_s
+        self._retries, self._backoff_s = retries, backoff_s
+        self._client: httpx2.AsyncClient | None = None  # made by the first request
 
     async def check(
         self,
@@ -94,10 +91,10 @@ class VerificationClient:
         return min(MAX_BACKOFF_S, max(asked_s, doubled * random.uniform(0.5, 1.5)))
 
     async def _attempt(self, url: SplitResult, body: bytes) -> Verdict:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="verify-client")
-        loop = asyncio.get_running_loop()
-        status, reply, after_s = await loop.run_in_executor(self._threads, self._post, url, body)
+        try:
+            status, reply, after_s = await self._post(url, body)
+        except (httpx2.HTTPError, OSError) as error:
+            raise _TryAgain(f"{type(error).__name__}: {error}") from None
         if status == 200:
             return _read_verdict(url, reply)
         said = reply[:4096].decode(errors="replace")
@@ -108,32 +105,41 @@ class VerificationClient:
             raise _TryAgain(f"status {status}: {said}", after_s)
         raise RewardError(f"verification server {url.netloc} refused: status {status}: {said}")
 
-    def _post(self, url: SplitResult, body: bytes) -> tuple[int, bytes, float]:
-        assert url.hostname is not None
-        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        connection = kind(url.hostname, url.port, timeout=self._request_timeout_s)
-        try:
-            connection.request("POST", f"{url.path}{_ROUTE}", body, self._headers)
-            response = connection.getresponse()
-            after = response.headers.get("Retry-After", "0")
-            return response.status, response.read(MAX_REPLY_BYTES), _seconds(after)
-        except (OSError, http.client.HTTPException) as error:
-            raise _TryAgain(f"{type(error).__name__}: {error}") from None
-        finally:
-            connection.close()
+    async def _post(self, url: SplitResult, body: bytes) -> tuple[int, bytes, float]:
+        """Status, body and Retry-After of a server's response."""
+        if self._client is None:
+            self._client = httpx2.AsyncClient(
+                headers=self._headers,
+                timeout=httpx2.Timeout(self._request_timeout_s, pool=None),
+                limits=httpx2.Limits(max_connections=CONNECTIONS, max_keepalive_connections=0),
+                trust_env=False,
+            )
+        address, reply = f"{url.geturl()}{ROUTE}", bytearray()
+        async with self._client.stream("POST", address, content=body) as response:
+            async for chunk in response.aiter_bytes():
+                reply += chunk
+                if len(reply) > MAX_REPLY_BYTES:
+                    break
+            after_s = _seconds(response.headers.get("Retry-After", "0"))
+            return response.status_code, bytes(reply), after_s
 
     async def close(self) -> None:
-        """End the connections' threads."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            self._threads = None
+        """End the connections."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
 
 
 def _checked_url(url: str) -> SplitResult:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is none, or half an IPv6 address
+        is_server = False
+    if not is_server:
         raise UserError(f"verification server: got {url!r}, allowed: http://HOST:PORT")
-    return parts._replace(path=parts.path.rstrip("/").removesuffix(_ROUTE))
+    host, path = parts.netloc.rpartition("@")[2], parts.path.rstrip("/").removesuffix(ROUTE)
+    return SplitResult(parts.scheme, host, path, "", "")
 
 
 def _seconds(text: str) -> float:

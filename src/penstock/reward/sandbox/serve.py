@@ -4,34 +4,52 @@
     POST /check_correctness_batch  {items: [...]}                 -> {items: [...]}
     GET  /healthz
 
-At most `workers` submissions of a client run (of all clients, up to three times as many) and `queue_size` wait; more get a 429.
-Clients take turns (`turns.py`); what a connection may hold is bounded by `listener.py`.
+At most `workers` submissions of a client run (of all clients, up to three times as many) and `queue_size` wait;
+more get a 429. Clients take turns (`turns.py`); what a connection may hold is bounded by `serving.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import hmac
-import ipaddress
-import signal
 import socket
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from penstock.config import Section
 from penstock.config.secrets import from_environment
 from penstock.errors import RewardError, SandboxError, UserError
-from penstock.reward.sandbox.client import TOKEN_VARIABLE
-from penstock.reward.sandbox.listener import Listener, ListenerLimits, Refusal, Request
+from penstock.reward.sandbox.client import BATCH_ROUTE, ROUTE, TOKEN_VARIABLE
 from penstock.reward.sandbox.pool import SandboxPool
 from penstock.reward.sandbox.settings import SandboxSettings
-from penstock.reward.sandbox.turns import Turns
-from penstock.reward.sandbox.verify import Verdict, verify
+from penstock.reward.sandbox.turns import SHARES, Turns
+from penstock.reward.sandbox.verify import verify
+from penstock.serving import (
+    AppServer,
+    NoForeignPages,
+    Shares,
+    client_of,
+    is_loopback,
+    json_response,
+    listen,
+    make_app,
+    read_body,
+    stop_signal,
+)
 
 M = TypeVar("M", bound=BaseModel)
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _SWITCH_INTERVAL_S = 0.0001  # a thread that copies an answer keeps the event loop waiting so long
 NICE_IF_AHEAD = 10  # of the processes of a client that has used more than its share
 
@@ -89,7 +107,7 @@ class BatchRequest(BaseModel):
 
 
 class VerificationService:
-    """Consumes submissions, produces verdicts, within its bounds."""
+    """Consumes submissions, produces verdicts, within its bounds. `app` is its HTTP side."""
 
     def __init__(self, settings: ServerSettings, token: str = "") -> None:
         """Raises SandboxError if code may not run under these settings."""
@@ -98,114 +116,126 @@ class VerificationService:
         self.level = self.pool.isolation.level
         workers = settings.sandbox.workers
         self._turns = Turns(workers, workers + settings.queue_size)
+        self._threads = ThreadPoolExecutor(SHARES * workers, thread_name_prefix="verify")
+        bodies_bytes = max(settings.max_bodies_mb, settings.max_body_mb) << 20
+        self._bodies = Shares(bodies_bytes, bodies_bytes)
         self.served = 0
-
-    def limits(self) -> ListenerLimits:
-        """Return what a connection may hold."""
-        settings = self.settings
-        return ListenerLimits(
-            connections=settings.max_connections,
-            connections_per_client=max(1, settings.max_connections // 2),
-            header_s=settings.header_timeout_s,
-            body_s=settings.body_timeout_s,
-            body_bytes=settings.max_body_mb << 20,
-            all_bodies_bytes=max(settings.max_bodies_mb, settings.max_body_mb) << 20,
-            hosts=settings.hosts,
+        self.app = make_app(
+            [Route("/{path:path}", self._answer, methods=_METHODS)],
+            middleware=[Middleware(NoForeignPages, hosts=settings.hosts)],
         )
 
-    async def answer(self, request: Request) -> dict[str, Any]:
-        """Answer one request; raise Refusal before its body is read where that can be known."""
-        if (request.method, request.path) == ("GET", "/healthz"):
-            return self.health()
-        batch = request.path == "/check_correctness_batch"
-        if not batch and request.path != "/check_correctness":
-            raise Refusal(
-                404, "path: allowed: /check_correctness, /check_correctness_batch, /healthz"
-            )
+    async def _answer(self, request: Request) -> Response:
+        """Answer one request; refuse it before its body is read where that can be known."""
+        path, client = request.scope["path"], client_of(request)
+        if (request.method, path) == ("GET", "/healthz"):
+            return json_response(self.health())
+        if path not in (ROUTE, BATCH_ROUTE):
+            raise HTTPException(404, f"path: allowed: {ROUTE}, {BATCH_ROUTE}, /healthz")
         if request.method != "POST":
-            raise Refusal(405, "method: allowed: POST")
+            raise HTTPException(405, "method: allowed: POST")
         self._check_sender(request)
-        admitted = self._admit(request.client, 1)
-        try:
-            data = await request.read_body()
-            if not batch:
-                reply = await self._check(request, _parse(CheckRequest, data))
-                if "error" in reply:
-                    raise Refusal(reply["status"], reply["error"])
-                return reply
+        with self._admitted(client, 1), self._memory(client, self._size(request)):
+            data = await read_body(
+                request,
+                most_bytes=self.settings.max_body_mb << 20,
+                within_s=self.settings.body_timeout_s,
+            )
+            if path == ROUTE:
+                return json_response(await self._check(request, _parse(CheckRequest, data)))
             items = _parse(BatchRequest, data).items
             if len(items) > self.settings.max_batch:
                 allowed = self.settings.max_batch
-                raise Refusal(413, f"items: got {len(items)}, allowed: up to {allowed}")
-            admitted += self._admit(request.client, len(items) - 1)
-            checks = (self._check(request, item) for item in items)
-            return {"items": await asyncio.gather(*checks)}
-        finally:
-            self._turns.dismiss(request.client, admitted)
+                raise HTTPException(413, f"items: got {len(items)}, allowed: up to {allowed}")
+            with self._admitted(client, len(items) - 1):
+                checks = (self._check_item(request, item) for item in items)
+                return json_response({"items": await asyncio.gather(*checks)})
 
     def _check_sender(self, request: Request) -> None:
         if self._token:
-            given = request.headers.get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
-                raise Refusal(401, "authorization: allowed: the server's bearer token")
+            sent = request.headers.get("authorization", "").encode("latin-1")
+            if not hmac.compare_digest(sent, f"Bearer {self._token}".encode()):
+                raise HTTPException(401, "authorization: allowed: the server's bearer token")
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise Refusal(415, "content-type: allowed: application/json")
+            raise HTTPException(415, "content-type: allowed: application/json")
 
-    def _admit(self, client: str, count: int) -> int:
-        """Admit `count` submissions, or refuse them all; return the number."""
+    @contextlib.contextmanager
+    def _admitted(self, client: str, count: int) -> Iterator[None]:
+        """Hold places for `count` submissions, or refuse them all."""
         room = self._turns.room(client)
         if count > room:
-            raise Refusal(429, f"the queue is full: got {count}, allowed: {room} now")
+            raise HTTPException(429, f"the queue is full: got {count}, allowed: {room} now")
         self._turns.admit(client, count)
-        return count
+        try:
+            yield
+        finally:
+            self._turns.dismiss(client, count)
+
+    def _size(self, request: Request) -> int:
+        """The size that the body will have."""
+        if "transfer-encoding" in request.headers:
+            reason = "transfer-encoding: got one, allowed: none, and a content-length"
+            raise HTTPException(411, reason)
+        if "content-length" not in request.headers:
+            raise HTTPException(411, "content-length: got none, allowed: the size of the body")
+        size = int(request.headers["content-length"])
+        if size > self.settings.max_body_mb << 20:
+            raise HTTPException(413, f"body: allowed: up to {self.settings.max_body_mb} MiB")
+        return size
+
+    @contextlib.contextmanager
+    def _memory(self, client: str, size: int) -> Iterator[None]:
+        """Hold memory for a body of this size, or refuse it."""
+        if not self._bodies.take(client, size):
+            raise HTTPException(503, "body: allowed: no more bodies now")
+        try:
+            yield
+        finally:
+            self._bodies.give_back(client, size)
+
+    async def _check_item(self, sender: Request, item: CheckRequest) -> dict[str, Any]:
+        """The verdict of one submission of a batch, or `error` with `status`."""
+        try:
+            return await self._check(sender, item)
+        except HTTPException as refusal:
+            return {"error": refusal.detail, "status": refusal.status_code}
 
     async def _check(self, sender: Request, request: CheckRequest) -> dict[str, Any]:
-        """Return the verdict of an admitted submission, or `error` with `status`."""
-
-        def check_client() -> None:
-            if sender.has_left():
-                raise Refusal(408, "the client has left")
-
-        def run() -> Verdict:
-            check_client()
-            stop = request.stop_at_failure and not request.eval_mode
-            return verify(
-                self.pool,
-                request.in_outs,
-                request.generation,
-                request.timeout,
-                stop,
-                self.settings.max_tests,
-                NICE_IF_AHEAD if self._turns.is_ahead(sender.client) else 0,
-            )
-
+        """The verdict of an admitted submission."""
+        client = client_of(sender)
         try:
-            check_client()  # here it costs no turn
             self._check_limits(request)
-            verdict = await self._turns.run(sender.client, run)
-            self._turns.charge(sender.client, verdict.cpu_s)
-            return {"result": verdict.result, "metadata": verdict.metadata}
-        except Refusal as refusal:
-            return {"error": str(refusal), "status": refusal.status}
+            async with self._turns.turn(client):
+                if await sender.is_disconnected():
+                    raise HTTPException(408, "the client has left")
+                verdict = await asyncio.get_running_loop().run_in_executor(
+                    self._threads,
+                    verify,
+                    self.pool,
+                    request.in_outs,
+                    request.generation,
+                    request.timeout,
+                    request.stop_at_failure and not request.eval_mode,
+                    self.settings.max_tests,
+                    NICE_IF_AHEAD if self._turns.is_ahead(client) else 0,
+                )
+                self._turns.charge(client, verdict.cpu_s)
         except SandboxError as error:
-            return {"error": str(error), "status": 503}
+            raise HTTPException(503, str(error)) from None
         except RewardError as error:
-            return {"error": str(error), "status": 422}
+            raise HTTPException(422, str(error)) from None
         finally:
             self.served += 1
+        return {"result": verdict.result, "metadata": verdict.metadata}
 
     def _check_limits(self, request: CheckRequest) -> None:
-        settings = self.settings
-        if request.timeout > settings.max_timeout_s:
-            raise Refusal(
-                422, f"timeout: got {request.timeout:g}, allowed: up to {settings.max_timeout_s:g}"
+        longest_s, longest = self.settings.max_timeout_s, self.settings.max_generation_kb << 10
+        if request.timeout > longest_s:
+            raise HTTPException(
+                422, f"timeout: got {request.timeout:g}, allowed: up to {longest_s:g}"
             )
-        if len(request.generation) > settings.max_generation_kb << 10:
-            raise Refusal(
-                413,
-                f"generation: got {len(request.generation)} characters, "
-                f"allowed: up to {settings.max_generation_kb << 10}",
-            )
+        if (size := len(request.generation)) > longest:
+            raise HTTPException(413, f"generation: got {size} characters, allowed: up to {longest}")
 
     def health(self) -> dict[str, Any]:
         admitted, workers = self._turns.admitted, self.settings.sandbox.workers
@@ -219,8 +249,9 @@ class VerificationService:
 
     async def close(self) -> None:
         """End every process; running submissions are answered with 503."""
+        self._turns.close()
         await asyncio.to_thread(self.pool.close)
-        await self._turns.close()
+        await asyncio.to_thread(self._threads.shutdown, wait=True)
 
 
 def _parse(model: type[M], data: bytes) -> M:
@@ -229,20 +260,26 @@ def _parse(model: type[M], data: bytes) -> M:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "body"
-        raise Refusal(422, f"{where}: {first['msg']}") from None
+        raise HTTPException(422, f"{where}: {first['msg']}") from None
 
 
 async def serve_on(
     listening: socket.socket, service: VerificationService, stopped: asyncio.Event
 ) -> None:
     """Serve on a socket until `stopped` is set, then end every submission."""
-    listener = Listener(service.answer, service.limits())
-    await listener.start(listening)
+    connections = service.settings.max_connections
+    server = AppServer(
+        service.app,
+        connections=connections,
+        connections_per_client=max(1, connections // 2),
+        silent_s=service.settings.header_timeout_s,
+    )
+    await server.start(listening)
     try:
         await stopped.wait()
     finally:
         await service.close()
-        await listener.close()
+        await server.close()
 
 
 def serve(
@@ -261,8 +298,7 @@ def serve(
         )
     service = VerificationService(settings, token)
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, port), family=family, backlog=512)
+        listening = listen(host, port)
     except OSError as error:
         service.pool.close()
         raise UserError(f"sandbox serve: host {host!r}, port {port}: {error.strerror}") from None
@@ -270,22 +306,9 @@ def serve(
     print(f"isolation {service.level}, {settings.sandbox.workers} workers", flush=True)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.freeze()  # a collection of all modules' objects would hold every request up for 10 ms
+
+    async def main() -> None:
+        await serve_on(listening, service, stop_signal())
+
     with listening:
-        asyncio.run(_until_signal(listening, service))
-
-
-async def _until_signal(listening: socket.socket, service: VerificationService) -> None:
-    stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    await serve_on(listening, service, stopped)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach the address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        asyncio.run(main())

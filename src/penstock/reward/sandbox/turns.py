@@ -4,7 +4,7 @@ A client has at most `workers` submissions running, and one less if it has used 
 clients together may have more than that (`SHARES`), so that a client whose submissions last does not hold
 up the next one: the processor goes to those that have used little (`zygote.py`). A free worker takes the
 submission of the client that has used least. Of the places a client gets at most half then.
-Blocking work in threads; called from one event loop.
+Used from one event loop.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from penstock.errors import SandboxError
 
-P = ParamSpec("P")
-T = TypeVar("T")
 REMEMBERED_S = 60.0  # a client takes part until so long after its last submission
 AHEAD, AHEAD_S = 2.0, 1.0  # a client is ahead that has used so many times another's time, and more
 SHARES = 3  # clients that can have all their submissions running at once
@@ -27,11 +24,10 @@ START_S = 0.02  # processor time of the start and end of a sandbox
 
 
 class Turns:
-    """Runs submissions in worker threads, one client after the other."""
+    """Gives out turns to run a submission, one client after the other."""
 
     def __init__(self, workers: int, places: int) -> None:
         self._workers, self._places = workers, places
-        self._threads = ThreadPoolExecutor(SHARES * workers, thread_name_prefix="verify")
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._running: Counter[str] = Counter()
         self._admitted: Counter[str] = Counter()
@@ -41,10 +37,11 @@ class Turns:
 
     @property
     def admitted(self) -> int:
+        """How many submissions run or wait."""
         return self._admitted.total()
 
     def room(self, client: str) -> int:
-        """Return how many more submissions this client may hand in now."""
+        """How many more submissions this client may hand in now."""
         self._see(client)
         own = self._places - self._admitted[client]
         if len(self._seen) > 1:
@@ -52,7 +49,7 @@ class Turns:
         return max(0, min(own, self._places - self.admitted))
 
     def is_ahead(self, client: str) -> bool:
-        """Return whether this client has used much more than another that takes part; thread-safe."""
+        """Whether this client has used much more than another that takes part."""
         used = dict(self._used_s)
         own = used.pop(client, 0.0)
         return bool(used) and own > AHEAD_S + AHEAD * min(used.values())
@@ -63,10 +60,9 @@ class Turns:
     def dismiss(self, client: str, count: int) -> None:
         self._admitted[client] -= count
 
-    async def run(
-        self, client: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """Wait for this client's turn, then run the function in a thread and return its result."""
+    @asynccontextmanager
+    async def turn(self, client: str) -> AsyncIterator[None]:
+        """Wait for this client's turn, and hold it; SandboxError if the server closes meanwhile."""
         self._see(client)
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(turn)
@@ -80,9 +76,7 @@ class Turns:
         try:
             if self._closed:
                 raise SandboxError("sandbox: the server is closing")
-            return await asyncio.get_running_loop().run_in_executor(
-                self._threads, lambda: function(*args, **kwargs)
-            )
+            yield
         finally:
             self._free(client, START_S)
 
@@ -126,7 +120,6 @@ class Turns:
     def _claim(self, client: str) -> tuple[bool, int, float]:
         return self.is_ahead(client), self._running[client], self._used_s.get(client, 0.0)
 
-    async def close(self) -> None:
-        """Wait for what runs; what waits raises SandboxError."""
+    def close(self) -> None:
+        """Let every later turn raise SandboxError."""
         self._closed = True
-        await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
