@@ -235,9 +235,9 @@ def doctor(
     json_out: Json = False,
 ) -> None:
     """Print what is wrong with a run, how it shows and which setting to change; exit 1 if anything is."""
-    from penstock.inspection.doctor import examine
+    from penstock.inspection.summary import print_findings
 
-    raise typer.Exit(examine(_folder(run), console(), as_json=json_out))
+    raise typer.Exit(print_findings(_folder(run), console(), as_json=json_out))
 
 
 @app.command(rich_help_panel="Run")

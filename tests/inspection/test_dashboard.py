@@ -237,7 +237,7 @@ def test_the_journal_view_balances_and_names_the_newest_events(client: Client) -
 
 def test_the_timeline_shows_busy_and_waiting_shares_and_zooms(folder: Path, tmp_path: Path) -> None:
     run = RunFolder(shutil.copytree(folder / "a", tmp_path / "a"))
-    assert views.timeline(views.read_worked(run), 0, 0) == {"lanes": []}
+    assert views.timeline(*views.read_lanes(run), 0, 0) == {"lanes": []}
     (run.path / "timeline").mkdir()
     events = [
         {"lane": "run", "what": "session", "start": 100.0, "end": 100.0},
@@ -248,8 +248,8 @@ def test_the_timeline_shows_busy_and_waiting_shares_and_zooms(folder: Path, tmp_
     ]
     lines = [*map(json.dumps, events), '{"lane": "tra']
     (run.path / "timeline" / "events.jsonl").write_text("\n".join(lines))
-    worked = views.read_worked(run)
-    whole = views.timeline(worked, 0, 0)
+    read = views.read_lanes(run)
+    whole = views.timeline(*read, 0, 0)
     assert (whole["start"], whole["end"], whole["total"]) == (0.0, 60.0, 60.0)
     trainer, engine = whole["lanes"]
     slots = len(trainer["busy"])
@@ -258,7 +258,7 @@ def test_the_timeline_shows_busy_and_waiting_shares_and_zooms(folder: Path, tmp_
         [100] * (slots // 2) + [0] * (slots // 2),
     )
     assert engine["waiting"].count(100) == slots // 3
-    part = views.timeline(worked, 25.0, 35.0)
+    part = views.timeline(*read, 25.0, 35.0)
     assert part["lanes"][0]["busy"] == [100] * (slots // 2) + [0] * (slots // 2)
     assert part["lanes"][1]["busy"] == [100] * slots
 
@@ -307,7 +307,7 @@ def test_damage_is_a_sentence_and_the_other_runs_are_shown(folder: Path, tmp_pat
     [
         ('{"step": 4, "reward/mean": NaN, "findings/open": Infinity}', "finished"),
         ('{"step": 4, "findings/open": "many"}', "finished"),
-        ("[" * 100_000, "damaged"),
+        ("[" * 100_000, "stopped"),
     ],
 )
 def test_numbers_that_are_none_do_not_end_the_list(

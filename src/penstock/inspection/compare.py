@@ -23,6 +23,7 @@ from rich.text import Text
 
 from penstock.config.changes import differing
 from penstock.errors import UserError
+from penstock.inspection.track.logs import read_rows
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 
@@ -119,15 +120,7 @@ def evaluations(folder: RunFolder) -> dict[str, list[tuple[int, Path]]]:
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
     """The scored lines of an evaluation; damaged ones are left out."""
-    rows = []
-    for line in path.read_bytes().splitlines():  # as text it would end at U+2028 too
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("reward"), int | float):
-            rows.append(row)
-    return rows
+    return [row for row in read_rows(path)[0] if isinstance(row.get("reward"), int | float)]
 
 
 def _answers(rows: Sequence[dict[str, Any]], judged: bool, step: int) -> Answers:

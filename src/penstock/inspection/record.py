@@ -6,7 +6,6 @@ is needed most when a run went wrong. Samples are read by the page's views.
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from penstock.config.source import to_toml
 from penstock.errors import PenstockError, RunError
 from penstock.inspection.findings import find
 from penstock.inspection.findings.observed import read_observed
+from penstock.inspection.track.logs import read_rows
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 from penstock.types import Finding
@@ -198,31 +198,23 @@ def _read_histograms(journal: Journal, record: RunRecord) -> None:
 
 
 def _read_lines(path: Path, record: RunRecord, absence: str) -> list[dict[str, Any]]:
-    """Return the JSON objects of a JSONL file; report lines that are not JSON objects."""
+    """The objects in a file of JSON lines; what is missing or damaged becomes a sentence."""
     name = path.relative_to(record.path)
     try:
-        lines = path.read_bytes().splitlines()
+        rows, damaged = read_rows(path)
     except FileNotFoundError:
         record.missing.append(f"{name} is not there: {absence}")
         return []
     except OSError as error:
         record.missing.append(f"{name} cannot be read: {_reason(error)}")
         return []
-    rows, bad = [], []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            bad.append(number)
-    if bad == [len(lines)]:
+    if damaged == [len(rows) + 1]:
         record.missing.append(f"{name}: the last line is cut off and was left out")
-    elif bad:
-        record.missing.append(f"{name}: {len(bad)} lines are damaged, the first is line {bad[0]}")
-    if not rows and not bad:
+    elif damaged:
+        record.missing.append(
+            f"{name}: {len(damaged)} lines are damaged, the first is line {damaged[0]}"
+        )
+    if not rows and not damaged:
         record.missing.append(f"{name} is empty: {absence}")
     return rows
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -23,7 +22,7 @@ from rich.text import Text
 from penstock import files
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import RunError, UserError
-from penstock.inspection.compare import read_samples
+from penstock.inspection.compare import evaluations, read_samples
 from penstock.rollout.agent.tree import CallTree
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
@@ -48,7 +47,6 @@ class RolloutView:
     task: str
     prompt_id: str
     prompt: list[dict[str, Any]]  # chat messages
-    rendered_prompt: str | None  # the prompt as the model got it; None without the run's tokenizer
     response: str
     gt_answer: str | None
     reward: float | None
@@ -63,10 +61,11 @@ class RolloutView:
     status: str
     state: str  # of its group: in_flight | buffered | taken | trained | dropped; or evaluated
     step: int | None  # the step that trained it, or before its evaluation
-    staleness: int | None  # staleness at that step, by the group's oldest token
-    drop_reason: str | None
     error: str
     turns: list[dict[str, Any]]  # of an agent, as `turns_of` makes them
+    rendered_prompt: str | None = None  # as the model got it; None without the run's tokenizer
+    staleness: int | None = None  # staleness at that step, by the group's oldest token
+    drop_reason: str | None = None
 
     @property
     def fate(self) -> str:
@@ -275,19 +274,15 @@ def find_evaluated(
             f"where: got {where!r} with {task}, allowed: --step; it is not in the journal"
         )
     name = task.removeprefix(EVALUATED)
-    found = {
-        int(match[1]): path
-        for path in folder.evaluations.glob("*.jsonl")
-        if (match := re.fullmatch(rf"{re.escape(name)}-step-(\d+)\.jsonl", path.name))
-    }
-    if not found:
-        names = {path.name.rpartition("-step-")[0] for path in folder.evaluations.glob("*-step-*")}
-        allowed = ", ".join(f"{EVALUATED}{one}" for one in sorted(names)) or "no evaluation ran"
-        raise UserError(f"task: got {task!r}, allowed: {allowed}")
-    step = max(found) if step is None else step
-    if step not in found:
-        raise UserError(f"step: got {step}, allowed: {', '.join(map(str, sorted(found)))}")
-    lines = read_samples(found[step])
+    by_task = evaluations(folder)
+    if name not in by_task:
+        allowed = ", ".join(f"{EVALUATED}{known}" for known in sorted(by_task))
+        raise UserError(f"task: got {task!r}, allowed: {allowed or 'no evaluation ran'}")
+    files_by_step = dict(by_task[name])
+    step = max(files_by_step) if step is None else step
+    if step not in files_by_step:
+        raise UserError(f"step: got {step}, allowed: {', '.join(map(str, files_by_step))}")
+    lines = read_samples(files_by_step[step])
     return [
         _evaluated(line, f"{task} {number}", task, step)
         for number, line in enumerate(lines[:limit])
@@ -317,7 +312,6 @@ def _evaluated(line: dict[str, Any], rollout_id: str, task: str, step: int) -> R
         task=task,
         prompt_id=line["prompt_id"],
         prompt=line["prompt"],
-        rendered_prompt=None,
         response=line["prediction"],
         gt_answer=line["gold"],
         reward=line["reward"],
@@ -332,8 +326,6 @@ def _evaluated(line: dict[str, Any], rollout_id: str, task: str, step: int) -> R
         status="failed" if line["error"] else "completed",
         state="evaluated",
         step=step,
-        staleness=None,
-        drop_reason=None,
         error=line["error"],
         turns=turns_of(calls),
     )

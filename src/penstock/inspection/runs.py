@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +17,7 @@ from penstock.data.identity import TOTAL_STEPS
 from penstock.errors import PenstockError, UserError
 from penstock.inspection.findings.observed import Row
 from penstock.inspection.track.console import sparkline
-from penstock.inspection.track.logs import read_metrics
+from penstock.inspection.track.logs import read_metrics, read_rows
 from penstock.rollout.evaluation.evaluate import SUMMARY
 from penstock.store.run_folder import CONFIG, JOURNAL, Owner, RunFolder
 
@@ -57,7 +56,7 @@ def read_line(folder: RunFolder) -> RunLine:
     line = RunLine(name=folder.name, state="stopped", changed_at=changed)
     try:
         _fill(line, folder)
-    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         # damage can put anything anywhere: one such run must not end the look at the others
         line.state = "damaged"
         line.note = f"its files cannot be read: {type(error).__name__}: {error}"
@@ -86,29 +85,23 @@ def _fill(line: RunLine, folder: RunFolder) -> None:
 
 
 def _numbers(rows: Sequence[Row], name: str) -> list[float]:
-    found = (row.get(name) for row in rows)
-    return [one for one in found if isinstance(one, int | float) and math.isfinite(one)]
+    values = (row.get(name) for row in rows)
+    return [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
 def _held_out(folder: RunFolder) -> str:
-    """Return the first evaluation task's score, at its first evaluation and, if it has two, its newest."""
+    """The first evaluation task's score, at its first evaluation and, if it has two, its newest."""
     path = folder.evaluations / SUMMARY
-    rows: list[dict[str, Any]] = []
-    if path.is_file():
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and isinstance(row.get("task"), str):
-                rows.append(row)
-    own = [row for row in rows if row["task"] == rows[0]["task"]]
-    measure = "accuracy" if own and own[0].get("accuracy") is not None else "reward"
-    scores = _numbers(own, measure)
+    rows = [row for row in read_rows(path)[0] if row.get("task")] if path.is_file() else []
+    if not rows:
+        return ""
+    task = rows[0]["task"]
+    measure = "accuracy" if rows[0].get("accuracy") is not None else "reward"
+    scores = _numbers([row for row in rows if row["task"] == task], measure)
     if not scores:
         return ""
     newest = f" -> {scores[-1]:.3f}" if len(scores) > 1 else ""
-    return f"{own[0]['task']} {measure} {scores[0]:.3f}{newest}"
+    return f"{task} {measure} {scores[0]:.3f}{newest}"
 
 
 def print_runs(lines: Sequence[RunLine], console: Console, *, as_json: bool = False) -> None:

@@ -1,10 +1,12 @@
-"""What `penstock train`, `eval` and `replay` print for a person: summary, table, progress.
+"""What `penstock train`, `eval`, `replay` and `doctor` print for a person: summary, tables, progress.
 
 The summary reads the run folder, so that it covers a resumed run from its first step.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import Self
 
 from rich.console import Console
@@ -14,6 +16,8 @@ from rich.text import Text
 
 from penstock import files
 from penstock.files import visible
+from penstock.inspection.findings import find
+from penstock.inspection.findings.observed import read_observed
 from penstock.inspection.record import FigureChange, Figures, RunRecord, read_run, take_figures
 from penstock.inspection.track.console import finding_table, sparkline
 from penstock.rollout.evaluation.evaluate import EvalResult
@@ -60,6 +64,19 @@ def _time(figures: Figures, seconds: float, first_step: int) -> str:
     return (
         f"{figures.steps} in {whole}, {figures.steps - first_step} of them in this session of {own}"
     )
+
+
+def print_findings(folder: RunFolder, console: Console, *, as_json: bool = False) -> int:
+    """Print what is wrong with a run and what to change; return 1 if something is, else 0."""
+    observed = read_observed(folder)
+    findings = find(observed)
+    if as_json:
+        console.file.write(json.dumps([asdict(finding) for finding in findings]) + "\n")
+    elif findings:
+        console.print(finding_table(findings))
+    else:
+        console.print(f"Nothing was found in {observed.last_step} steps.", highlight=False)
+    return int(bool(findings))
 
 
 def print_evaluations(console: Console, results: list[EvalResult]) -> None:

@@ -17,11 +17,14 @@ from pathlib import Path
 
 from penstock.errors import UserError
 from penstock.files import write_whole
-from penstock.inspection.track.logs import SESSION, TIMELINE_FILE
+from penstock.inspection.track.logs import SESSION, TIMELINE_FILE, read_rows
 from penstock.store.run_folder import RunFolder
 from penstock.waits import WaitKind
 
 _WAITING = (WaitKind.WAIT, WaitKind.RESTART)  # calls in which a lane waits and does no work
+
+
+Interval = tuple[float, float]
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,12 +40,20 @@ class Event:
 
 @dataclass(slots=True, frozen=True)
 class Lane:
-    """The busy and waiting time of one worker or part."""
+    """When one worker or part was busy and when it waited; times in seconds since 1970."""
 
     name: str
-    busy_s: float
-    waited_s: float
+    busy: list[Interval]
+    waiting: list[Interval]
     total_s: float
+
+    @property
+    def busy_s(self) -> float:
+        return sum(end - start for start, end in self.busy)
+
+    @property
+    def waited_s(self) -> float:
+        return sum(end - start for start, end in self.waiting)
 
     @property
     def idle_share(self) -> float:
@@ -57,21 +68,19 @@ class Lane:
 
 
 def read_events(folder: RunFolder) -> list[Event]:
-    """Return the events of a run in order of time; skip a last line that was cut off."""
+    """The events of a run in order of time; a last line that was cut off is left out."""
     path = folder.path / "timeline" / TIMELINE_FILE
     if not path.exists():
         raise UserError(f"run {folder.path}: got no {path.name}, allowed: a run that wrote one")
-    events = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            events.append(Event(**json.loads(line)))
-        except (json.JSONDecodeError, TypeError):
-            continue
+    names = {"lane", "what", "start", "end"}
+    events = [
+        Event(**row) for row in read_rows(path)[0] if names <= row.keys() <= names | {"detail"}
+    ]
     return sorted(events, key=lambda event: (event.start, -event.end))
 
 
 def lanes(events: list[Event]) -> list[Lane]:
-    """Return the busy and total time of every lane: trainer, engines, then the others."""
+    """Every lane: trainer, engines, then the others."""
     if not events:
         return []
     total = sum(end - start for start, end in sessions(events))
@@ -79,14 +88,19 @@ def lanes(events: list[Event]) -> list[Lane]:
     for event in events:
         if event.what != SESSION:
             by_lane[event.lane].append(event)
-    found = []
-    for name, own in by_lane.items():
-        busy, waited = (sum(end - start for start, end in part) for part in split_waits(own))
-        found.append(Lane(name, busy, waited, total))
+    found = [
+        Lane(
+            name,
+            _merge(call for call in calls if call.what not in _WAITING),
+            _merge(call for call in calls if call.what in _WAITING),
+            total,
+        )
+        for name, calls in by_lane.items()
+    ]
     return sorted(found, key=lambda lane: (_rank(lane.name), lane.name))
 
 
-def sessions(events: list[Event]) -> list[tuple[float, float]]:
+def sessions(events: list[Event]) -> list[Interval]:
     """Return when each session of the run began and when its last call ended, in their order.
 
     A call is written when it ends, so it belongs to the last session that was marked before its end.
@@ -103,13 +117,6 @@ def sessions(events: list[Event]) -> list[tuple[float, float]]:
     return found
 
 
-def split_waits(events: list[Event]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Return the intervals in which a lane works, and those in which it waits."""
-    return _merge(e for e in events if e.what not in _WAITING), _merge(
-        e for e in events if e.what in _WAITING
-    )
-
-
 def covered(events: Iterable[Event]) -> float:
     """Return the seconds in which at least one event is open."""
     return sum(end - start for start, end in _merge(events))
@@ -120,9 +127,9 @@ def _rank(name: str) -> int:
     return next((n for n, start in enumerate(order) if name.startswith(start)), len(order))
 
 
-def _merge(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """Return the intervals in which at least one event is open."""
-    merged: list[tuple[float, float]] = []
+def _merge(events: Iterable[Event]) -> list[Interval]:
+    """The intervals in which at least one event is open."""
+    merged: list[Interval] = []
     for event in sorted(events, key=lambda e: e.start):
         if merged and event.start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], event.end))

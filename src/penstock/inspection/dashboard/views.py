@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -20,8 +20,7 @@ from penstock.inspection.compare import Comparison, compare, first_and_last
 from penstock.inspection.dashboard.shown_run import ShownRun
 from penstock.inspection.record import RunRecord, read_run, take_figures
 from penstock.inspection.rollout_viewer import message_text, views_of_group
-from penstock.inspection.timeline import Event, lanes, read_events, sessions, split_waits
-from penstock.inspection.track.logs import SESSION
+from penstock.inspection.timeline import Interval, Lane, lanes, read_events, sessions
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 
@@ -217,47 +216,22 @@ def journal_state(folder: RunFolder) -> dict[str, Any]:
 # -- timeline ----------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, frozen=True)
-class WorkedLane:
-    """When one worker or part was busy, and when it waited."""
-
-    name: str
-    verdict: str
-    busy: list[tuple[float, float]]
-    waiting: list[tuple[float, float]]
-
-
-@dataclass(slots=True, frozen=True)
-class Worked:
-    """The whole timeline of a run; times in seconds since 1970."""
-
-    sessions: list[tuple[float, float]]
-    lanes: list[WorkedLane]
-
-
-def read_worked(folder: RunFolder) -> Worked:
-    """Return the timeline of a run; an empty one if it has none."""
+def read_lanes(folder: RunFolder) -> tuple[list[Interval], list[Lane]]:
+    """When the sessions of a run were, and what each lane did; both empty if there is no timeline."""
     try:
         events = read_events(folder)
-    except (UserError, ValueError):  # no file, or bytes that are no text
-        events = []
-    by_lane: dict[str, list[Event]] = {}
-    for event in events:
-        if event.what != SESSION:
-            by_lane.setdefault(event.lane, []).append(event)
-    found = [
-        WorkedLane(lane.name, lane.verdict, *split_waits(by_lane[lane.name]))
-        for lane in lanes(events)
-    ]
-    return Worked(sessions(events), found)
+    except UserError:
+        return [], []
+    return sessions(events), lanes(events)
 
 
-def timeline(worked: Worked, start: float, end: float) -> dict[str, Any]:
-    """Return, for each lane, the busy and the waiting share of every slot between two moments.
+def timeline(
+    known: Sequence[Interval], shown_lanes: Sequence[Lane], start: float, end: float
+) -> dict[str, Any]:
+    """For each lane, the busy and the waiting share of every slot between two moments.
 
     Moments are seconds since the first event; `end` 0: the last one.
     """
-    known = worked.sessions
     if not known:
         return {"lanes": []}
     first, total = known[0][0], max(until for _, until in known) - known[0][0]
@@ -271,12 +245,12 @@ def timeline(worked: Worked, start: float, end: float) -> dict[str, Any]:
             "busy": _fill(lane.busy, first + start, size),
             "waiting": _fill(lane.waiting, first + start, size),
         }
-        for lane in worked.lanes
+        for lane in shown_lanes
     ]
     return {"start": start, "end": end, "total": total, "lanes": shown, "sessions": len(known)}
 
 
-def _fill(intervals: Sequence[tuple[float, float]], origin: float, size: float) -> list[int]:
+def _fill(intervals: Sequence[Interval], origin: float, size: float) -> list[int]:
     """Return the covered share of each slot, in percent."""
     covered = [0.0] * _SLOTS
     for begin, end in intervals:
@@ -355,9 +329,9 @@ def _shown_journal(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _shown_timeline(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
-    worked, wait = run.value("worked", read_worked)
+    read, wait = run.value("lanes", read_lanes)
     start, end = (float(query.get(name) or 0) for name in ("from", "to"))
-    return {**timeline(worked, start, end), "again_in_s": wait}
+    return {**timeline(*read, start, end), "again_in_s": wait}
 
 
 View = Callable[[ShownRun, Mapping[str, str]], dict[str, Any]]

@@ -87,18 +87,26 @@ class JsonlTracker:
         self._file.tell_loss()
 
 
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The objects in a file of JSON lines, and the numbers of the lines that are damaged or cut off."""
+    rows, damaged = [], []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            row = json.loads(line)  # as text, a file's lines would end at U+2028 too
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            damaged.append(number)
+    return rows, damaged
+
+
 def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the metrics of every step, in order; lines that are cut off or damaged are left out."""
-    rows: dict[int, dict[str, Any]] = {}
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and type(row.get("step")) is int:
-                rows[row["step"]] = row
-    return dict(sorted(rows.items()))
+    """The metrics of every step, in order; lines that are cut off or damaged are left out."""
+    rows = read_rows(path)[0] if path.is_file() else []
+    by_step = {row["step"]: row for row in rows if type(row.get("step")) is int}
+    return dict(sorted(by_step.items()))
 
 
 def restore_metrics(path: Path, reports: Sequence[StepReport]) -> None:

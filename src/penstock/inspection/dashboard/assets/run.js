@@ -35,7 +35,7 @@ function runHead(line) {
   return html(
     "header",
     { class: "run-head" },
-    html("div", { class: "run-title" }, html("h1", {}, line.name), chip(line.state), html("span", { class: "spring" }), report),
+    html("div", { class: "run-title" }, html("h1", {}, line.name), saved && line.state === "training" ? null : chip(line.state), html("span", { class: "spring" }), report),
     html("nav", { class: "tabs", "aria-label": "Views" }, ...tabs),
   );
 }
