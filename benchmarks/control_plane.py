@@ -65,16 +65,16 @@ def buffer_costs(size: int) -> tuple[float, float, float]:
     groups = make_groups(size + SAMPLES)
     buffer = ReplayBuffer()
     for group in groups[:size]:
-        buffer.put_now(group)
+        buffer.put(group)
     extra = iter(groups[size:])
     started = time.process_time()
     for group in extra:
-        buffer.put_now(group)
+        buffer.put(group)
     put = (time.process_time() - started) / SAMPLES
-    count = seconds(lambda: buffer.count_now("t", Status.COMPLETED), 10_000)
+    count = seconds(lambda: buffer.count("t", Status.COMPLETED), 10_000)
     started = time.process_time()
     for _ in range(SAMPLES):
-        buffer.take_now("t", Status.COMPLETED)
+        buffer.take("t", Status.COMPLETED)
     take = (time.process_time() - started) / SAMPLES
     return count, put, take
 

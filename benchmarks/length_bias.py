@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from penstock.config import SamplingConfig
+from penstock.data.sampler import epoch_order
 from penstock.engine.protocol import GenerationRequest
 from penstock.rollout import (
     AsyncProduceStrategyConfig,
@@ -49,9 +51,14 @@ SETTINGS = {
 }
 
 
-def prompt_of(request: GenerationRequest, sampler: Sampler) -> int:
+@cache
+def order_of(epoch: int) -> np.ndarray:
+    return epoch_order(0, "t", epoch, 4000)
+
+
+def prompt_of(request: GenerationRequest) -> int:
     cursor = int(request.request_id.split(":")[1].split(".")[0])
-    return int(sampler._permutation(cursor // 4000, 4000)[cursor % 4000])
+    return int(order_of(cursor // 4000)[cursor % 4000])
 
 
 async def experiment(settings: dict, pausing: bool, folder: str) -> dict[str, float]:
@@ -59,7 +66,7 @@ async def experiment(settings: dict, pausing: bool, folder: str) -> dict[str, fl
     sampler = Sampler(
         make_prompts(4000), task_name="t", prompt_repeat_k=1, seed=0, replay_buffer=buffer
     )
-    engine = FakeEngine(length=lambda r: int(LENGTHS[prompt_of(r, sampler)]))
+    engine = FakeEngine(length=lambda r: int(LENGTHS[prompt_of(r)]))
     loop = SingleTurn(
         engine=engine, reward=CountingReward(), sampling=SamplingConfig(), decode=lambda ids: ""
     )

@@ -113,7 +113,7 @@ async def train_curve(
             await asyncio.to_thread(consumer.train, Batch(step=step, groups=tuple(groups)))
         versions.publish()
         await engine.update_weights(steps, versions.handle(steps))
-        judged = [sampler.sample_now("train") for _ in range(final_groups)]
+        judged = [sampler.sample("train") for _ in range(final_groups)]
         await asyncio.gather(*(agent.generate_group(group.rollouts) for group in judged))
         final = _accuracy(judged)
     finally:
@@ -144,7 +144,7 @@ async def _sample(config: Config, sampler: Sampler, agent: SingleTurn) -> tuple[
     kept: list[Group] = []
     spare: list[Group] = []
     for _ in range(MAX_DRAWS):
-        drawn = [sampler.sample_now("train") for _ in range(wanted - len(kept))]
+        drawn = [sampler.sample("train") for _ in range(wanted - len(kept))]
         await asyncio.gather(*(agent.generate_group(group.rollouts) for group in drawn))
         for group in drawn:
             (kept if keep_group(group.rollouts, settings) else spare).append(group)

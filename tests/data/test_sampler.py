@@ -1,8 +1,6 @@
-"""The sampler: order, ids, resume from any point, shards."""
+"""The sampler: order, ids, resume from any point."""
 
 from __future__ import annotations
-
-import asyncio
 
 import pytest
 from hypothesis import given, settings
@@ -21,10 +19,7 @@ def sampler(size: int = 5, **options: object) -> Sampler:
 
 
 def draw(source: Sampler, count: int) -> list[Group]:
-    async def main() -> list[Group]:
-        return [await source.sample("t") for _ in range(count)]
-
-    return asyncio.run(main())
+    return [source.sample("t") for _ in range(count)]
 
 
 def identity(groups: list[Group]) -> list[tuple]:
@@ -48,37 +43,26 @@ def test_ids_stay_unique_over_epochs() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(size=st.integers(1, 6), before=st.integers(0, 15))
-def test_a_loaded_state_gives_the_same_suffix_from_any_point(size: int, before: int) -> None:
+def test_a_cursor_gives_the_same_suffix_from_any_point(size: int, before: int) -> None:
     whole = identity(draw(sampler(size), before + 8))
-    first = sampler(size)
-    draw(first, before)
-    second = sampler(size)
-    second.load_state_dict(first.state_dict())
-    assert identity(draw(second, 8)) == whole[before:]
+    resumed = sampler(size)
+    resumed.cursor = before
+    assert identity(draw(resumed, 8)) == whole[before:]
 
 
-def test_a_state_at_an_epoch_end_does_not_replay_the_epoch() -> None:
-    first = sampler(size=8)
-    one = draw(first, 8)
-    second = sampler(size=8)
-    second.load_state_dict(first.state_dict())
-    two = draw(second, 8)
-    assert [g.prompt.prompt_id for g in one] != [g.prompt.prompt_id for g in two]
-    assert not {g.group_id for g in one} & {g.group_id for g in two}
+def test_a_cursor_at_an_epoch_end_does_not_replay_the_epoch() -> None:
+    first = draw(sampler(size=8), 8)
+    resumed = sampler(size=8)
+    resumed.cursor = 8
+    second = draw(resumed, 8)
+    assert [g.prompt.prompt_id for g in first] != [g.prompt.prompt_id for g in second]
+    assert not {g.group_id for g in first} & {g.group_id for g in second}
 
 
 def test_any_drawn_group_can_be_made_again() -> None:
     source = sampler(size=4)
     drawn = draw(source, 11)
     assert identity([source.group_at(group.cursor) for group in drawn]) == identity(drawn)
-
-
-@settings(max_examples=20, deadline=None)
-@given(shards=st.integers(1, 4), size=st.integers(1, 7))
-def test_shards_are_disjoint_and_lose_nothing(shards: int, size: int) -> None:
-    parts = [draw(sampler(size, num_shards=shards, shard=n), 6) for n in range(shards)]
-    together = sorted((g for part in parts for g in part), key=lambda g: g.cursor)
-    assert identity(together) == identity(draw(sampler(size), 6 * shards))
 
 
 def test_the_dataset_is_not_touched_before_the_first_draw() -> None:
@@ -90,26 +74,23 @@ def test_the_dataset_is_not_touched_before_the_first_draw() -> None:
             raise AssertionError("too early")
 
     source = Sampler(Untouched(), task_name="t", prompt_repeat_k=1, seed=0)  # type: ignore[arg-type]
-    source.load_state_dict({**source.state_dict(), "cursor": 5})
+    source.cursor = 5
 
 
 def test_the_buffer_is_asked_for_each_status_in_order_before_a_fresh_prompt() -> None:
-    async def main() -> None:
-        buffer = ReplayBuffer()
-        source = sampler(replay_buffer=buffer)
-        aborted, expired = await source.sample("t"), await source.sample("t")
-        aborted.move_to(Status.ABORTED)
-        for rollout in expired.rollouts:
-            finish_rollout(rollout)
-        expired.move_to(Status.EXPIRED)
-        buffer.put_now(aborted)
-        buffer.put_now(expired)
-        assert await source.sample("t", [Status.EXPIRED, Status.ABORTED]) is expired
-        assert await source.sample("t", Status.EXPIRED) is not aborted  # a fresh one
-        assert await source.sample("t", [Status.EXPIRED, Status.ABORTED]) is aborted
-        assert (await source.sample("t", [Status.EXPIRED, Status.ABORTED])).cursor == 3
-
-    asyncio.run(main())
+    buffer = ReplayBuffer()
+    source = sampler(replay_buffer=buffer)
+    aborted, expired = source.sample("t"), source.sample("t")
+    aborted.move_to(Status.ABORTED)
+    for rollout in expired.rollouts:
+        finish_rollout(rollout)
+    expired.move_to(Status.EXPIRED)
+    buffer.put(aborted)
+    buffer.put(expired)
+    assert source.sample("t", [Status.EXPIRED, Status.ABORTED]) is expired
+    assert source.sample("t", Status.EXPIRED) is not aborted  # a fresh one
+    assert source.sample("t", [Status.EXPIRED, Status.ABORTED]) is aborted
+    assert source.sample("t", [Status.EXPIRED, Status.ABORTED]).cursor == 3
 
 
 def test_seeds_depend_on_identity_alone() -> None:
@@ -126,13 +107,9 @@ def test_seeds_depend_on_identity_alone() -> None:
 
 
 def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(UserError, match="shard"):
-        sampler(num_shards=2, shard=2)
     with pytest.raises(UserError, match="prompt_repeat_k"):
         sampler(prompt_repeat_k=0)
     with pytest.raises(UserError, match="empty dataset"):
         draw(sampler(size=0), 1)
-    with pytest.raises(UserError, match="seed"):
-        sampler().load_state_dict(sampler(seed=2).state_dict())
     with pytest.raises(PromptsExhausted):
         draw(sampler(max_prompts=3), 4)

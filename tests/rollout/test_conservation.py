@@ -40,9 +40,7 @@ class Life:
 
     def __init__(self, machine: ProducingMachine) -> None:
         self.journal = Journal.open(machine.path, threaded=False)
-        self.buffer = ReplayBuffer(
-            order=machine.order, max_groups_per_task=machine.capacity * machine.groups_per_step
-        )
+        self.buffer = ReplayBuffer(max_groups_per_task=machine.capacity * machine.groups_per_step)
         self.loops = {name: FakeAgentLoop() for name in machine.weights}
         for loop in self.loops.values():
             loop.version = machine.version
@@ -99,7 +97,6 @@ class ProducingMachine(RuleBasedStateMachine):
         partial=st.booleans(),
         tail=st.sampled_from([0, 2]),
         two_tasks=st.booleans(),
-        order=st.sampled_from(["fifo", "stalest"]),
         capacity=st.sampled_from([0, 0, 2]),
         refuse_every=st.sampled_from([0, 0, 3]),
     )
@@ -112,7 +109,6 @@ class ProducingMachine(RuleBasedStateMachine):
         partial: bool,
         tail: int,
         two_tasks: bool,
-        order: str,
         capacity: int,
         refuse_every: int,
     ) -> None:
@@ -131,7 +127,7 @@ class ProducingMachine(RuleBasedStateMachine):
                 tail_batch_trigger_size=tail,
                 **common,
             )
-        self.interval, self.order, self.capacity = interval, order, capacity
+        self.interval, self.capacity = interval, capacity
         self.threshold = (self.config.max_staleness + 1) * interval
         self.weights = {"a": 3.0, "b": 1.0} if two_tasks else {"a": 1.0}
         self.groups_per_step = 3
@@ -254,7 +250,7 @@ class ProducingMachine(RuleBasedStateMachine):
         self.clock.settle()
 
     def _in_memory_only(self) -> list:
-        waiting = {name: self.life.buffer.count_now(name, Status.INIT) for name in self.weights}
+        waiting = {name: self.life.buffer.count(name, Status.INIT) for name in self.weights}
         tasks = self.life.producer.snapshot().tasks
         return [task for task in tasks if task.in_flight > waiting[task.name]]
 
@@ -294,7 +290,6 @@ class ProducingMachine(RuleBasedStateMachine):
             self.clock.settle()
             if life.taking.done() and life.taking.exception() is not None:
                 life.taking = None  # it got the error that no task produces
-                life.producer.progress.consuming_step = None
 
     # -- the laws -----------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ def test_consumed_groups_never_look_missing(tmp_path: Path) -> None:
     async def main() -> None:
         stage = ProducerStage(tmp_path, AsyncProduceStrategyConfig())
         stage.progress.target_samples["t"] = 8
-        stage.progress.mark_consumed("t", 7)
+        stage.progress.consumed_samples["t"] = 7
         stage.buffered(Status.COMPLETED)
         assert await stage.strategy.produce_batch(stage.ctx) is ProduceBatchStatus.NORMAL
         assert stage.loop.calls == 0
@@ -351,7 +351,7 @@ def test_partial_rollouts_go_on_and_finished_members_stay(
         assert stage.loop.handed == [[0, 0], second]
         stage.finish_all()
         await task
-        group = stage.buffer.take_now("t", Status.COMPLETED)
+        group = stage.buffer.take("t", Status.COMPLETED)
         versions = [expand_segments(rollout.segments) for rollout in group.rollouts]
         assert versions == [[0, 0, 2, 2] if partial else [2] * 4, [0] * 4]
 

@@ -22,7 +22,7 @@ async def write(path: Path, stopped: threading.Event) -> None:
     step = 0
     while not stopped.is_set():
         step += 1
-        groups = [sampler.sample_now("t") for _ in range(4)]
+        groups = [sampler.sample("t") for _ in range(4)]
         for group in groups:
             journal.drawn(group)
             for rollout in group.rollouts:

@@ -91,7 +91,7 @@ class ProducerStage:
         self.ctx.task_batch_size = batch
 
     def count(self, status: Status) -> int:
-        return self.buffer.count_now("t", status)
+        return self.buffer.count("t", status)
 
     def finish_all(self) -> None:
         for group_id in list(self.loop.held):
@@ -99,14 +99,14 @@ class ProducerStage:
 
     def buffered(self, status: Status, version: int = 0) -> Group:
         """Put a finished group with that status into the buffer; return it."""
-        group = self.sampler.sample_now("t")
+        group = self.sampler.sample("t")
         self.strategy.runner.drawn += 1
         self.journal.drawn(group)
         for rollout in group.rollouts:
             finish_rollout(rollout, version=version)
         group.tries = 1
         group.move_to(status)
-        self.buffer.put_now(group)
+        self.buffer.put(group)
         return group
 
     async def train(self, batch: Batch, *, publish: bool = True) -> None:

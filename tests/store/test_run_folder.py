@@ -62,6 +62,6 @@ def test_a_journal_with_groups_counts_as_progress(tmp_path: Path) -> None:
     journal = Journal.open(folder.journal)
     assert not run_folder.has_progress(folder.path)
     sampler = Sampler(make_prompts(1), task_name="t", prompt_repeat_k=1, seed=0)
-    journal.drawn(sampler.sample_now("t"))
+    journal.drawn(sampler.sample("t"))
     journal.close()
     assert run_folder.has_progress(folder.path)

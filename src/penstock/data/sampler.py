@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -28,7 +28,7 @@ class PromptSource(Protocol):
 class GroupSource(Protocol):
     """The part of a replay buffer that a sampler uses."""
 
-    def take_now(self, task_name: str, group_status: Status) -> Group | None: ...
+    def take(self, task_name: str, group_status: Status) -> Group | None: ...
 
 
 class PromptsExhausted(RunError):
@@ -37,17 +37,14 @@ class PromptsExhausted(RunError):
 
 def stable_hash(*parts: object) -> int:
     """Return 63 bits that depend only on the parts, the same on every machine."""
-    return _hash_text("\x1f".join(str(part) for part in parts))
-
-
-def _hash_text(text: str) -> int:
+    text = "\x1f".join(map(str, parts))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def rollout_seed(run_seed: int, group_id: str, index: int, tries: int) -> int:
     """Return the seed of one rollout's random stream, which depends only on its identity."""
-    return _hash_text(f"{run_seed}\x1f{group_id}\x1f{index}\x1f{tries}")
+    return stable_hash(run_seed, group_id, index, tries)
 
 
 def epoch_order(run_seed: int, task_name: str, epoch: int, size: int) -> np.ndarray:
@@ -66,66 +63,52 @@ class Sampler:
         prompt_repeat_k: int,
         seed: int,
         replay_buffer: GroupSource | None = None,
-        num_shards: int = 1,
-        shard: int = 0,
         max_prompts: int | None = None,
     ) -> None:
         if prompt_repeat_k < 1:
             raise UserError(f"prompt_repeat_k: got {prompt_repeat_k}, allowed: at least 1")
-        if not 0 <= shard < num_shards:
-            raise UserError(f"shard: got {shard} of {num_shards}, allowed: 0 to num_shards - 1")
         self.task_name = task_name
         self.prompt_repeat_k = prompt_repeat_k
         self.seed = seed
-        self.cursor = shard  # next fresh prompt, counted over all epochs and shards
+        self.cursor = 0  # of the next fresh prompt, counted over all epochs
         self._dataset = dataset
         self._replay_buffer = replay_buffer
-        self._num_shards = num_shards
-        self._shard = shard
         self._max_prompts = max_prompts
-        self._permutations: dict[int, np.ndarray] = {}
+        self._orders: dict[int, np.ndarray] = {}  # of the epochs around the last one that was drawn
 
-    async def sample(
+    def sample(
         self, task_name: str, group_status: Status | Sequence[Status] | None = None
     ) -> Group:
         """Take a buffered group of the first status that has one; otherwise draw a fresh group."""
-        return self.sample_now(task_name, group_status)
-
-    def sample_now(
-        self, task_name: str, group_status: Status | Sequence[Status] | None = None
-    ) -> Group:
-        """Do what `sample` does, without yielding to the event loop."""
         if task_name != self.task_name:
             raise UserError(f"sampler: got task {task_name!r}, allowed: {self.task_name!r}")
         statuses = (group_status,) if isinstance(group_status, Status) else (group_status or ())
         if self._replay_buffer is not None:
             for status in statuses:
-                group = self._replay_buffer.take_now(task_name, status)
+                group = self._replay_buffer.take(task_name, status)
                 if group is not None:
                     return group
-        return self._draw()
-
-    def _draw(self) -> Group:
         if self._max_prompts is not None and self.cursor >= self._max_prompts:
             raise PromptsExhausted(
                 f"task {self.task_name}: it has drawn all {self._max_prompts} prompts that it may draw"
             )
         group = self.group_at(self.cursor)
-        self.cursor += self._num_shards
+        self.cursor += 1
         return group
 
     def group_at(self, cursor: int) -> Group:
         """Return the group of that cursor, not yet generated; the sampler does not move."""
-        return self.group_of(cursor, self._prompt_at(cursor))
-
-    def _prompt_at(self, cursor: int) -> Prompt:
         size = len(self._dataset)
         if not size:
             raise UserError(
                 f"task {self.task_name}: got an empty dataset, allowed: 1 prompt or more"
             )
         epoch, position = divmod(cursor, size)
-        return self._dataset[int(self._permutation(epoch, size)[position])]
+        if epoch not in self._orders:
+            kept = {e: order for e, order in self._orders.items() if abs(e - epoch) <= 1}
+            order = epoch_order(self.seed, self.task_name, epoch, size)
+            self._orders = {**kept, epoch: order}
+        return self.group_of(cursor, self._dataset[int(self._orders[epoch][position])])
 
     def group_of(self, cursor: int, prompt: Prompt) -> Group:
         """Return the group that was drawn at a cursor with this prompt, not yet generated."""
@@ -141,34 +124,3 @@ class Sampler:
         return Group(
             group_id=group_id, task=self.task_name, cursor=cursor, prompt=prompt, rollouts=rollouts
         )
-
-    def _permutation(self, epoch: int, size: int) -> np.ndarray:
-        if epoch not in self._permutations:
-            kept = {e: p for e, p in self._permutations.items() if abs(e - epoch) <= 1}
-            order = epoch_order(self.seed, self.task_name, epoch, size)
-            self._permutations = {**kept, epoch: order}
-        return self._permutations[epoch]
-
-    def start_from(self, cursor: int) -> None:
-        """Continue from the first cursor of this shard that is not below `cursor`."""
-        self.cursor = cursor + (self._shard - cursor) % self._num_shards
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "task_name": self.task_name,
-            "cursor": self.cursor,
-            "seed": self.seed,
-            "num_shards": self._num_shards,
-            "shard": self._shard,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, own in (
-            ("task_name", self.task_name),
-            ("seed", self.seed),
-            ("num_shards", self._num_shards),
-            ("shard", self._shard),
-        ):
-            if state[name] != own:
-                raise UserError(f"sampler state: got {name}={state[name]!r}, allowed: {own!r}")
-        self.cursor = state["cursor"]

@@ -7,11 +7,16 @@ data; knows no engine and no trainer, and weights only by their version number.
 from __future__ import annotations
 
 from penstock.data.sampler import Sampler
-from penstock.rollout.account import ProducerSnapshot, ProducerWait, TaskSnapshot
 from penstock.rollout.agent_loop import AgentLoop
 from penstock.rollout.group_runner import IsValidSample, ProduceContext
 from penstock.rollout.producer import Producer, ProduceTask
-from penstock.rollout.progress import ProduceProgress, TaskShares
+from penstock.rollout.progress import (
+    ProduceProgress,
+    ProducerSnapshot,
+    ProducerWait,
+    TaskShares,
+    TaskSnapshot,
+)
 from penstock.rollout.replay_buffer import ReplayBuffer
 from penstock.rollout.strategy import (
     STRATEGIES,

@@ -8,8 +8,7 @@ or failed for good. An error in a group stays in that group. Only a journal that
 all engines and the limits on failures and refusals end the run: that error is kept in `fault` for whoever waits.
 
 One claim decides who lands a group: its own asyncio task when the group came back, or a pause that gives
-up on it. A group is drawn and added under the lock under which a pause claims all groups. So no group is
-landed twice and none is lost.
+up on it. So no group is landed twice and none is lost.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from dataclasses import dataclass, field
 from penstock.config import ProduceSettings
 from penstock.data.sampler import PromptsExhausted, Sampler, rollout_seed
 from penstock.errors import EnginesLost, PenstockError, RunError, TooManyFailures, UserError
-from penstock.rollout.account import TaskAccount
 from penstock.rollout.agent_loop import AgentLoop
-from penstock.rollout.progress import ProduceProgress
+from penstock.rollout.progress import ProduceProgress, TaskAccount
 from penstock.rollout.replay_buffer import ReplayBuffer
 from penstock.rollout.signal import Signal
 from penstock.store.journal import Journal
@@ -75,23 +73,21 @@ class ProduceContext:
 
     def completed(self) -> int:
         """Count the completed groups in the buffer."""
-        return self.replay_buffer.count_now(self.task_name, Status.COMPLETED)
-
-    def available(self) -> int:
-        """Count the groups that were trained or are completed, to compare with `target_abs`."""
-        return self.progress.consumed(self.task_name) + self.completed()
+        return self.replay_buffer.count(self.task_name, Status.COMPLETED)
 
     def put(self, group: Group, *, is_tail: bool) -> None:
         """Put a group into the buffer; a tail group goes to the front."""
-        self.replay_buffer.put_now(group, priority=int(is_tail), train_step=self.consumer_step)
+        step = self.progress.next_consumer_step
+        self.replay_buffer.put(group, priority=int(is_tail), train_step=step)
+
+    async def available_count(self) -> int:
+        """Count the groups that were trained or are completed, to compare with `target_abs`."""
+        return self.progress.consumed(self.task_name) + self.completed()
 
     # -- for a strategy that generates by itself ------------------------------------------------
 
     async def expired_count(self) -> int:
-        return self.replay_buffer.count_now(self.task_name, Status.EXPIRED)
-
-    async def available_count(self) -> int:
-        return self.available()
+        return self.replay_buffer.count(self.task_name, Status.EXPIRED)
 
     async def sample_group(self, *, from_expired_pool: bool = False) -> Group:
         """Draw a group to generate: an aborted one, or a fresh prompt; from the expired ones first if asked.
@@ -193,7 +189,6 @@ class GroupRunner:
         self.account = TaskAccount()
         self.fault: BaseException | None = None
         self._in_flight: dict[str, _InFlight] = {}
-        self._drawing = asyncio.Lock()
         self._refused_in_a_row = 0
         self._is_closed = False  # a pause is under way: draw nothing
         self._is_aborting = False  # and it waits for no response
@@ -216,21 +211,21 @@ class GroupRunner:
 
     # -- drawing ------------------------------------------------------------------------------
 
-    async def launch(self, ctx: ProduceContext, statuses: tuple[Status, ...], cap: int) -> bool:
+    def launch(self, ctx: ProduceContext, statuses: tuple[Status, ...], cap: int) -> bool:
         """Draw and start one group; return False if there is no room, no prompt or a pause.
 
         Buffered groups of `statuses` come before fresh prompts. At most `cap` groups are in flight.
         """
-        if not ctx.replay_buffer.room(ctx.task_name, reserved=len(self)):
+        in_flight = len(self._in_flight)
+        has_room = ctx.replay_buffer.has_room(ctx.task_name, reserved=in_flight)
+        if self._is_closed or in_flight >= cap or not has_room:
             return False
         try:
-            entry = await self._draw(ctx, statuses, cap)
+            entry = self._draw(ctx, statuses)
         except PromptsExhausted:
-            if not len(self):
+            if not in_flight:
                 raise
             return False  # the groups in flight may still fill the batch
-        if entry is None:
-            return False
         name = f"generate {entry.group.group_id}"
         entry.task = asyncio.create_task(self._run(ctx, entry), name=name)
         return True
@@ -239,42 +234,37 @@ class GroupRunner:
         """Draw one group, in flight until `land` gets it. Waits for: the end of a pause."""
         while True:
             seen = self.changed.count
-            if not self._is_halted:
-                entry = await self._draw(ctx, statuses)
-                if entry is not None:
-                    return entry.group
+            if not self._is_halted and not self._is_closed:
+                return self._draw(ctx, statuses).group
             await self.changed.wait_after(seen)
 
-    async def _draw(
-        self, ctx: ProduceContext, statuses: tuple[Status, ...], cap: int | None = None
-    ) -> _InFlight | None:
-        """Draw a group and add it; return None during a pause or with `cap` groups in flight."""
-        async with self._drawing:
-            if self._is_closed or (cap is not None and len(self) >= cap):
-                return None
-            group = ctx.replay_buffer.take_now(ctx.task_name, Status.INIT)
-            if group is not None:  # it was in flight when the run was interrupted
-                ctx.journal.retried(group, "resumed")
+    def _draw(self, ctx: ProduceContext, statuses: tuple[Status, ...]) -> _InFlight:
+        """Draw a group to generate: one that was interrupted, a buffered one or a fresh prompt."""
+        group = ctx.replay_buffer.take(ctx.task_name, Status.INIT)
+        if group is not None:  # it was in flight when the run was interrupted
+            ctx.journal.retried(group, "resumed")
+        else:
+            group = ctx.sampler.sample(ctx.task_name, statuses)
+            if group.tries == 0 and group.status is Status.INIT:
+                self.drawn += 1
+                ctx.journal.drawn(group)
             else:
-                group = await ctx.sampler.sample(ctx.task_name, statuses)
-                if group.tries == 0 and group.status is Status.INIT:
-                    self.drawn += 1
-                    ctx.journal.drawn(group)
-                else:
-                    self.counters["retried"] += 1
-                    ctx.journal.retried(group, group.status.value)
-            is_tail = self._is_tail(group)
-            self._renew(ctx, group)
-            entry = _InFlight(group, _oldest_version(group, ctx.model_step), is_tail)
-            self._in_flight[group.group_id] = entry
-            return entry
+                self.counters["retried"] += 1
+                ctx.journal.retried(group, group.status.value)
+        is_tail = self._is_tail(group)
+        entry = _InFlight(group, self._renew(ctx, group), is_tail)
+        self._in_flight[group.group_id] = entry
+        return entry
 
     def _is_tail(self, group: Group) -> bool:
         """Return whether the group had `max_tries` tries, so that steps wait for it."""
         return group.tries >= self._settings.max_tries
 
-    def _renew(self, ctx: ProduceContext, group: Group) -> None:
-        """Prepare a group for its next try: keep finished members, continue or restart the others."""
+    def _renew(self, ctx: ProduceContext, group: Group) -> int:
+        """Prepare a group for its next try: keep finished members, continue or restart the others.
+
+        Return the version of the oldest token that the group will have when it lands.
+        """
         keep_partial = self._settings.enable_partial_rollout
         for index, rollout in enumerate(group.rollouts):
             if rollout.status is Status.COMPLETED:
@@ -291,6 +281,8 @@ class GroupRunner:
             rollout.issued_version = ctx.model_step
         group.error = ""
         group.tries += 1
+        kept = group.oldest_version
+        return ctx.model_step if kept is None else min(kept, ctx.model_step)
 
     def _claim(self, entry: _InFlight) -> bool:
         """Return True to exactly one caller, which lands the group and then removes it."""
@@ -299,10 +291,9 @@ class GroupRunner:
         entry.is_claimed = True
         return True
 
-    async def _claim_all(self) -> list[_InFlight]:
+    def _claim_all(self) -> list[_InFlight]:
         """Claim and return every group that nobody has claimed yet."""
-        async with self._drawing:
-            return [entry for entry in self._in_flight.values() if self._claim(entry)]
+        return [entry for entry in self._in_flight.values() if self._claim(entry)]
 
     def _remove(self, entry: _InFlight) -> None:
         assert entry.is_claimed, "only a claimed group may be removed"
@@ -356,7 +347,8 @@ class GroupRunner:
                     rollout.fail(reason)
         self.account.group_times_s.append(loop.time() - started)
         tokens = group.num_response_tokens - sum(lengths_before)
-        ctx.progress.add_produced(ctx.task_name, unfinished, max(0, tokens))
+        ctx.progress.produced_samples[ctx.task_name] += unfinished
+        ctx.progress.produced_tokens[ctx.task_name] += max(0, tokens)
 
     async def _land_or_retry(self, ctx: ProduceContext, entry: _InFlight, failures: int) -> bool:
         """Land a claimed group; return True if it failed and its next try is due."""
@@ -369,8 +361,7 @@ class GroupRunner:
                 if not self._is_closed and not self.fault:
                     ctx.journal.retried(group, "failed")
                     self.counters["retried"] += 1
-                    self._renew(ctx, group)
-                    entry.oldest_version = _oldest_version(group, ctx.model_step)
+                    entry.oldest_version = self._renew(ctx, group)
                     entry.is_claimed = False
                     return True
                 group.abort_unfinished()
@@ -431,7 +422,8 @@ class GroupRunner:
             return
         self.failures.succeeded()
         rewards = [rollout.score.value for rollout in group.rollouts if rollout.score is not None]
-        ctx.progress.add_rewards(ctx.task_name, rewards)
+        ctx.progress.raw_rewards_sum[ctx.task_name] += sum(rewards)
+        ctx.progress.raw_rewards_count[ctx.task_name] += len(rewards)
         if is_refused:
             await self._land_refused(ctx, group, rewards)
             return
@@ -496,7 +488,7 @@ class GroupRunner:
             while len(self) and loop.time() < deadline and self.fault is None:
                 requests.append(asyncio.create_task(self._abort_once(ctx), name="abort groups"))
                 await self._until_empty(min(loop.time() + _ABORT_AGAIN_S, deadline))
-            entries = await self._claim_all()
+            entries = self._claim_all()
             self.counters["pause_timeouts"] += len(entries)
             await _cancel([entry.task for entry in entries])
             for entry in entries:
@@ -527,12 +519,12 @@ class GroupRunner:
         Their tries and seeds are those of before the launch; the journal still has them in flight.
         """
         with self._closed(aborting=True):
-            entries = await self._claim_all()
+            entries = self._claim_all()
             await _cancel([entry.task for entry in entries])
             for entry in entries:
                 entry.group.abort_unfinished()
                 entry.group.tries -= 1
-                ctx.replay_buffer.put_now(entry.group)
+                ctx.replay_buffer.put(entry.group)
                 self._remove(entry)
             await self._until_empty(asyncio.get_running_loop().time() + _CANCEL_WAIT_S)
 
@@ -561,12 +553,6 @@ async def _cancel(tasks: list[asyncio.Task[None]] | list[asyncio.Task[None] | No
         task.cancel()
     if running:
         await asyncio.wait(running, timeout=_CANCEL_WAIT_S)
-
-
-def _oldest_version(group: Group, model_step: int) -> int:
-    """Return the version of the oldest token that the group will have when it lands."""
-    kept = group.oldest_version
-    return model_step if kept is None else min(kept, model_step)
 
 
 def _accept(group: Group, returned: list[Rollout]) -> None:

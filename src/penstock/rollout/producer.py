@@ -18,10 +18,15 @@ from dataclasses import dataclass
 
 from penstock.data.sampler import PromptsExhausted, Sampler
 from penstock.errors import RunError, UserError
-from penstock.rollout.account import ProducerSnapshot, ProducerWait, TaskSnapshot
 from penstock.rollout.agent_loop import AgentLoop
 from penstock.rollout.group_runner import ProduceContext
-from penstock.rollout.progress import ProduceProgress, TaskShares
+from penstock.rollout.progress import (
+    ProduceProgress,
+    ProducerSnapshot,
+    ProducerWait,
+    TaskShares,
+    TaskSnapshot,
+)
 from penstock.rollout.replay_buffer import ReplayBuffer
 from penstock.rollout.signal import Signal
 from penstock.rollout.strategy import ProduceBatchStatus, ProduceStrategy
@@ -64,11 +69,10 @@ class _TaskState:
         """Take the step's groups from the buffer, in cursor order; none of them has expired."""
         taken: list[Group] = []
         for _ in range(num_groups):
-            group = self.ctx.replay_buffer.take_now(self.name, Status.COMPLETED)
+            group = self.ctx.replay_buffer.take(self.name, Status.COMPLETED)
             assert group is not None, "counted before it was taken"
             assert group.staleness(step) < self.strategy.stale_threshold, group.group_id
             taken.append(group)
-        self.ctx.progress.mark_consumed(self.name, num_groups)
         return sorted(taken, key=lambda group: group.cursor)
 
     def put_back(self, group: Group) -> None:
@@ -102,7 +106,7 @@ class _TaskState:
 
     def snapshot(self) -> TaskSnapshot:
         buffer, runner = self.ctx.replay_buffer, self.runner
-        counts = {status: buffer.count_now(self.name, status) for status in Status}
+        counts = {status: buffer.count(self.name, status) for status in Status}
         return TaskSnapshot(
             name=self.name,
             drawn=runner.drawn,
@@ -333,10 +337,14 @@ class Producer:
 
     async def take_batch(self, step: int) -> Batch:
         """Return the journalled batch of a step. Waits for: every task's share, completed and fresh."""
-        self.progress.begin_consume(step)
+        if step != self.progress.next_consumer_step:
+            allowed = self.progress.next_consumer_step
+            raise UserError(f"take_batch: got step {step}, allowed: {allowed}")
         resumed, self._resumed_batch = self._resumed_batch, None
         if resumed is not None:
-            self.progress.finish_consume(step)
+            self.progress.finish_consume(
+                step, {}
+            )  # its groups were counted when they were restored
             self._changed.notify()
             return resumed
         shares = self._shares.at(step)
@@ -354,7 +362,7 @@ class Producer:
         groups = [
             group for task in self._tasks for group in task.take(step, shares.get(task.name, 0))
         ]
-        self.progress.finish_consume(step)
+        self.progress.finish_consume(step, shares)
         self._shares.forget_before(step)
         await self._journal.begin_step(step, groups)
         for task in self._tasks:  # then: the start of new groups would keep the batch waiting
@@ -461,7 +469,7 @@ class Producer:
         taken, cursors, counts = journal.taken(), journal.cursors(), journal.counts()
         drops, unfinished = journal.drops(), journal.unfinished_groups()
         progress = self.progress
-        progress.next_consumer_step, progress.producer_future_step = committed + 1, begun + 1
+        progress.next_consumer_step = committed + 1
         self._shares = self._new_shares()
         tasks = {task.name: task for task in self._tasks}
         for name, task in tasks.items():
@@ -472,7 +480,7 @@ class Producer:
             runner.drawn = counts.get(name, {}).get("drawn", 0)
             runner.dropped.clear()
             runner.dropped.update(drops.get(name, {}))
-            task.ctx.sampler.start_from(cursors.get(name, 0))
+            task.ctx.sampler.cursor = cursors.get(name, 0)
         for group in unfinished.buffered:
             if group.task in tasks:
                 tasks[group.task].put_back(group)

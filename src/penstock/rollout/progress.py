@@ -1,24 +1,35 @@
-"""How many groups each task owes, how many were produced and how many were consumed.
+"""What the producing side owes and what it has counted: targets, figures for metrics, snapshots for displays.
 
 Targets are cumulative over the run: available = consumed + COMPLETED in the buffer, so a group that was
 consumed never looks missing. `TaskShares` divides each step's batch among the tasks. The dicts of a
 `ProduceProgress` stay the same objects over `load_state_dict`, because other parts hold references
-to them.
+to them. Rewards are counted before any filter, tokens and responses of aborted groups too. Counts only; the
+life of every group is in the journal.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 from penstock.errors import UserError
+from penstock.types import Group, Status
 
+EVENTS = ("retried", "failed", "aborted", "expired", "filtered", "tail_calls", "pause_timeouts")
 _METRICS = ("raw_rewards_sum", "raw_rewards_count", "produced_samples", "produced_tokens")
 _COUNTS = ("consumed_samples", "target_samples", "target_upto")
-_STEPS = ("next_consumer_step", "producer_future_step")
+
+
+class _ByTask(dict[str, int]):
+    """A count for each task of the run."""
+
+    def __missing__(self, task_name: str) -> int:
+        allowed = ", ".join(sorted(self)) or "none"
+        raise UserError(f"progress: got task {task_name!r}, allowed: {allowed}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,21 +37,18 @@ class ProduceProgress:
     """Shared by the producer, its strategies and the consumer."""
 
     next_consumer_step: int = 1  # the step that will be taken next
-    producer_future_step: int = 1  # the furthest step that is produced for
-    consumed_samples: dict[str, int] = field(default_factory=dict)  # groups taken, per task
-    target_samples: dict[str, int] = field(default_factory=dict)  # groups wanted so far, per task
-    target_upto: dict[str, int] = field(default_factory=dict)  # the last step in the target
-    consuming_step: int | None = None
+    consumed_samples: dict[str, int] = field(default_factory=_ByTask)  # groups taken, per task
+    target_samples: dict[str, int] = field(default_factory=_ByTask)  # groups wanted so far
+    target_upto: dict[str, int] = field(default_factory=_ByTask)  # the last step in the target
     # since the metrics were read, per task
     raw_rewards_sum: dict[str, float] = field(default_factory=dict)  # before filters
     raw_rewards_count: dict[str, int] = field(default_factory=dict)
     produced_samples: dict[str, int] = field(default_factory=dict)  # responses, aborted ones too
     produced_tokens: dict[str, int] = field(default_factory=dict)
-    produce_time_s: float = 0.0  # inside produce_batch, summed over the tasks
 
     @classmethod
     def build(cls, task_names: Iterable[str], *, first_step: int = 1) -> ProduceProgress:
-        progress = cls(next_consumer_step=first_step, producer_future_step=first_step)
+        progress = cls(next_consumer_step=first_step)
         for name in task_names:
             progress.add_task(name)
         return progress
@@ -87,66 +95,43 @@ class ProduceProgress:
     ) -> None:
         """Raise the targets to include every step up to `step`; `shares(step)` is that step's batch."""
         for name in [task_name] if task_name is not None else list(self.target_samples):
-            for future in range(self._known(self.target_upto, name) + 1, step + 1):
+            for future in range(self.target_upto[name] + 1, step + 1):
                 self.target_samples[name] += shares(future).get(name, 0)
                 self.target_upto[name] = future
-        self.producer_future_step = max(self.producer_future_step, step)
 
     def consumed(self, task_name: str) -> int:
-        return self._known(self.consumed_samples, task_name)
+        return self.consumed_samples[task_name]
 
     def target(self, task_name: str) -> int:
-        return self._known(self.target_samples, task_name)
+        return self.target_samples[task_name]
 
-    def begin_consume(self, step: int) -> None:
-        if step != self.next_consumer_step:
-            raise UserError(f"consume: got step {step}, allowed: {self.next_consumer_step}")
-        self.consuming_step = step
-
-    def mark_consumed(self, task_name: str, num_groups: int) -> None:
-        self.consumed_samples[task_name] = self.consumed(task_name) + num_groups
-
-    def finish_consume(self, step: int) -> None:
-        if step != self.consuming_step:
-            raise UserError(f"finish consume: got step {step}, allowed: {self.consuming_step}")
-        self.consuming_step = None
+    def finish_consume(self, step: int, groups: Mapping[str, int]) -> None:
+        """Count the groups that the step took of each task."""
+        for task_name, number in groups.items():
+            self.consumed_samples[task_name] += number
         self.next_consumer_step = step + 1
-
-    def add_rewards(self, task_name: str, rewards: Iterable[float]) -> None:
-        for reward in rewards:
-            self.raw_rewards_sum[task_name] += reward
-            self.raw_rewards_count[task_name] += 1
-
-    def add_produced(self, task_name: str, samples: int, tokens: int) -> None:
-        self.produced_samples[task_name] += samples
-        self.produced_tokens[task_name] += tokens
 
     def read_metrics(self) -> dict[str, dict[str, float]]:
         """Return what was counted since the last call, by task, and reset it."""
-        found = {
+        figures = {
             task: {name: float(getattr(self, name)[task]) for name in _METRICS}
             for task in self.consumed_samples
         }
         for name in _METRICS:
             counts = getattr(self, name)
             counts.update(dict.fromkeys(counts, 0))
-        self.produce_time_s = 0.0
-        return found
+        return figures
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {name: dict(getattr(self, name)) for name in (*_COUNTS, *_METRICS)}
-        for name in (*_STEPS, "produce_time_s"):
-            state[name] = getattr(self, name)
-        return state
+        counts = {name: dict(getattr(self, name)) for name in (*_COUNTS, *_METRICS)}
+        return {"next_consumer_step": self.next_consumer_step, **counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load in place; a task or a counter that is not in the state starts at zero.
 
         A counter that an older state has as one sum over all tasks starts at zero too.
         """
-        for name in _STEPS:
-            setattr(self, name, state[name])
-        self.produce_time_s = float(state.get("produce_time_s", 0.0))
+        self.next_consumer_step = state["next_consumer_step"]
         for name in (*_COUNTS, *_METRICS):
             saved = state.get(name, {})
             if isinstance(saved, Mapping):
@@ -159,12 +144,6 @@ class ProduceProgress:
                 self.target_upto[task] = upto
         for task in state["consumed_samples"]:
             self.add_task(task)
-
-    def _known(self, counts: dict[str, int], task_name: str) -> int:
-        if task_name not in counts:
-            allowed = ", ".join(sorted(counts)) or "none"
-            raise UserError(f"progress: got task {task_name!r}, allowed: {allowed}")
-        return counts[task_name]
 
 
 class TaskShares:
@@ -217,3 +196,103 @@ def _largest_remainder(quotas: Mapping[str, Fraction], total: int) -> dict[str, 
     for name in by_remainder[: total - sum(counts.values())]:
         counts[name] += 1
     return counts
+
+
+@dataclass(slots=True)
+class TaskAccount:
+    """Owned by the group runner of one task."""
+
+    groups: int = 0  # completed groups, refused ones too
+    produce_s: float = 0.0  # inside produce_batch
+    group_times_s: list[float] = field(default_factory=list)  # one per call of the agent loop
+    temperature: float | None = None  # of the group that landed last
+    parts: dict[str, tuple[float, int]] = field(default_factory=dict)  # reward part -> sum, count
+    _events_before: Counter[str] = field(default_factory=Counter)
+
+    def landed(self, group: Group) -> None:
+        """Count a group whose outcome is known."""
+        self.temperature = group.rollouts[0].temperature
+        if group.status is not Status.COMPLETED:
+            return
+        self.groups += 1
+        for rollout in group.rollouts:
+            for name, value in (rollout.score.parts if rollout.score else {}).items():
+                total, count = self.parts.get(name, (0.0, 0))
+                self.parts[name] = (total + value, count + 1)
+
+    def read(self, events: Mapping[str, int]) -> dict[str, float]:
+        """Return the figures since the last call and start again; `events` are counted over the run."""
+        figures = {
+            "groups": float(self.groups),
+            "produce_s": self.produce_s,
+            **{name: float(events.get(name, 0) - self._events_before[name]) for name in EVENTS},
+            **{f"part/{name}": total / count for name, (total, count) in self.parts.items()},
+        }
+        if self.temperature is not None:
+            figures["temperature"] = self.temperature
+        if self.group_times_s:
+            figures["group_time_p50_s"] = _percentile(self.group_times_s, 0.5)
+            figures["group_time_p99_s"] = _percentile(self.group_times_s, 0.99)
+        self.groups, self.produce_s = 0, 0.0
+        self.group_times_s, self.parts = [], {}
+        self._events_before = Counter(events)
+        return figures
+
+
+def _percentile(values: list[float], share: float) -> float:
+    """Return the smallest value that at least this share of the values does not exceed."""
+    return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TaskSnapshot:
+    """One task. Invariant: drawn = trained + buffered + in_flight + sum(dropped)."""
+
+    name: str
+    drawn: int  # prompts
+    trained: int  # groups that a step took
+    buffered: int  # completed groups, and groups that wait for a retry
+    in_flight: int
+    dropped: Mapping[str, int]  # by reason
+    ready: int  # buffered groups that are completed
+    aborted: int  # buffered groups to retry after an abort
+    expired: int  # buffered groups to retry because they were too old
+    counters: Mapping[str, int] = field(default_factory=dict)  # retried, failed, aborted, ...
+    last_error: str = ""  # why a group failed, the newest
+
+    @property
+    def balanced(self) -> bool:
+        accounted = self.trained + self.buffered + self.in_flight + sum(self.dropped.values())
+        return self.drawn == accounted
+
+    def __str__(self) -> str:
+        """Say in one line where the groups of the task are."""
+        reasons = [f"{reason} {number}" for reason, number in sorted(self.dropped.items())]
+        return (
+            f"{self.name}: drawn {self.drawn}, in flight {self.in_flight}, ready {self.ready}, "
+            f"to retry {self.aborted + self.expired}, trained {self.trained}, "
+            f"dropped {', '.join(reasons) or '0'}"
+        )
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ProducerWait:
+    """Something that a task or a step waits for now, as `penstock train` displays it."""
+
+    who: str
+    what: str
+    seconds: float  # how long the wait has lasted
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ProducerSnapshot:
+    """All tasks of a producer and everything it waits for."""
+
+    tasks: tuple[TaskSnapshot, ...]
+    waits: tuple[ProducerWait, ...]
+    producer_wait_s: float  # total time in which the staleness bound let no task launch
+    next_step: int
+    model_version: int
+    paused: bool
+    batch_ready: int = 0  # groups of the next step's batch that are there
+    batch_size: int = 0

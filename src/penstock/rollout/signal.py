@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 
 class Signal:
@@ -19,30 +20,18 @@ class Signal:
 
     def notify(self) -> None:
         self.count += 1
-        if self._waiters:
-            waiters, self._waiters = self._waiters, []
-            for waiter in waiters:
-                _resolve(waiter)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
         for follower in self._followers:
             follower.notify()
 
     async def wait_after(self, seen: int, timeout_s: float | None = None) -> None:
         """Wait until `count` differs from `seen`, at most `timeout_s`."""
-        if self.count != seen:
-            return
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        self._waiters.append(waiter)
-        timer = None
-        if timeout_s is not None:
-            timer = loop.call_later(timeout_s, _resolve, waiter)
-        try:
-            await waiter
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-
-def _resolve(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+        if self.count == seen:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await waiter

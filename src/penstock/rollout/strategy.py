@@ -160,7 +160,6 @@ class ProduceStrategy:
             return await self._produce(ctx, update)
         finally:
             update.cancel()
-            ctx.progress.produce_time_s += loop.time() - started
             self.runner.account.produce_s += loop.time() - started
 
     def _wake_on_update(self, update: asyncio.Future[Any]) -> None:
@@ -178,13 +177,13 @@ class ProduceStrategy:
             if ctx.should_abort() or update.done():
                 return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
             self.expire(ctx)
-            missing = ctx.target_abs - ctx.available()
+            missing = ctx.target_abs - await ctx.available_count()
             completed = max(0, ctx.task_batch_size - missing)
             if not self.config.should_continue_fn(completed, ctx.task_batch_size):
                 return ProduceBatchStatus.NORMAL
             hold_s = self.runner.failures.hold_s(asyncio.get_running_loop().time())
             allowed = missing + extra
-            if hold_s == 0 and await self.runner.launch(ctx, statuses, allowed):
+            if hold_s == 0 and self.runner.launch(ctx, statuses, allowed):
                 continue
             if allowed <= 0 and not self.pending_task_count():
                 return ProduceBatchStatus.NORMAL  # the rule wants more than may be launched
@@ -195,7 +194,7 @@ class ProduceStrategy:
         statuses = [Status.COMPLETED]
         if self.config.enable_partial_rollout:
             statuses.append(Status.ABORTED)
-        expired = ctx.replay_buffer.expire_now(
+        expired = ctx.replay_buffer.expire(
             ctx.task_name,
             train_step=ctx.consumer_step if train_step is None else train_step,
             stale_threshold=self.stale_threshold,
@@ -220,7 +219,7 @@ class ProduceStrategy:
         """Return whether this call draws expired and aborted groups before anything else."""
         buffer, trigger = ctx.replay_buffer, self.config.tail_batch_trigger_size
         if trigger > 0:
-            if buffer.count_now(ctx.task_name, Status.EXPIRED) >= trigger:
+            if buffer.count(ctx.task_name, Status.EXPIRED) >= trigger:
                 return True
             first = buffer.first_entry(ctx.task_name, Status.EXPIRED)
             if first is not None:  # too few for a tail batch, but they must not starve

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config.source import valid_keys
-from penstock.rollout.account import EVENTS
+from penstock.rollout.progress import EVENTS
 from stages.command_line import commands
 
 ROOT = Path(__file__).parents[3]

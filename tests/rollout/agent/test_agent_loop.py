@@ -13,7 +13,7 @@ from stages.rollouts import finish_rollout, make_prompts
 
 def four() -> list[Rollout]:
     sampler = Sampler(make_prompts(1), task_name="t", prompt_repeat_k=4, seed=0)
-    return sampler.sample_now("t").rollouts
+    return sampler.sample("t").rollouts
 
 
 class OneByOne(AgentLoop):

@@ -368,16 +368,16 @@ def test_a_look_from_another_process_after_a_sync_loses_nothing(tmp_path: Path) 
         return int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
 
     sampler = Sampler(make_prompts(2), task_name="t", prompt_repeat_k=1, seed=0)
-    journal.drawn(sampler.sample_now("t"))
+    journal.drawn(sampler.sample("t"))
     journal.sync()
     assert look() == 1
     assert path.with_name("journal.db-wal").exists()
-    journal.drawn(sampler.sample_now("t"))
+    journal.drawn(sampler.sample("t"))
     journal.sync()
     assert look() == 2
     with closing(Journal.look(path)) as own:  # of the same process, while it writes
         assert len(own.query("SELECT 1 FROM groups")) == 2
-    journal.drawn(sampler.sample_now("t"))
+    journal.drawn(sampler.sample("t"))
     journal.sync()
     assert look() == 3
     journal.close()
