@@ -248,6 +248,18 @@ def test_another_node_sends_where_the_trainers_has_left() -> None:
     assert senders[-1] == "b"
 
 
+def test_distributors_that_start_together_have_names_of_their_own() -> None:
+    notes: list[str] = []
+
+    async def story() -> None:
+        async with copies_of("bcd", notes=notes) as copies:
+            await spread(copies, HANDLE, range(3))
+
+    asyncio.run(story())
+    names = [note.split(":")[0] for note in notes]
+    assert sorted(names) == [f"distributor-{number}" for number in (1, 2, 3, 4)]
+
+
 def test_a_late_engine_that_asks_at_the_end_of_a_run_starts_no_distributor() -> None:
     notes: list[str] = []
     started: list[Scripted] = []

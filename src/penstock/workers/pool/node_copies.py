@@ -39,6 +39,7 @@ class NodeCopies:
         self.supervised: dict[str, Supervised] = {}  # distributors, by name
         self._spawn, self._settings, self._callbacks = spawn, settings, callbacks
         self._nodes: dict[int, str] = {}  # engine -> its node
+        self._names: dict[str, str] = {}  # node -> name of its distributor
         self._distributors: dict[str, Supervised] = {}  # by node
         self._endpoints: dict[str, Endpoint] = {}  # node -> where its distributor serves
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # of a node's copy
@@ -176,7 +177,7 @@ class NodeCopies:
     async def _start(self, node: str) -> None:
         if self._closed:
             raise WorkerDied(f"node {node}: the run ends")
-        name = f"distributor-{len(self.supervised) + 1}"
+        name = self._names.setdefault(node, f"distributor-{len(self._names) + 1}")
 
         async def spawn() -> Worker:
             known = self._endpoints.get(node)
