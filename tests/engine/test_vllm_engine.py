@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import signal
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import torch
 from engine_contract import CHECKS
 
 from penstock.types import WeightHandle
-from penstock.weights.mapped_files import share_weights
+from penstock.weights.shared_memory import SharedMemorySync
 from stages import tiny_policy as tiny
 from stages.engine_case import LACKS, EngineCase
 
@@ -90,25 +89,17 @@ def sharded(policy: Path) -> Iterator[EngineCase]:
     yield from served(policy, shards=2, held_tokens=200, timeout_s=240.0)
 
 
-def mapped(source: WeightHandle, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights as views of a file that others can map, like those in shared memory."""
-    file = folder / f"side-{source.version}"
-    places = share_weights(dict(tiny.fetch(source)), file, copy=True)
-    with open(file, "r+b") as opened:
-        shared = mmap.mmap(opened.fileno(), 0)
-    for name, dtype, shape, _, offset in places:
-        count = torch.Size(shape).numel()
-        flat = torch.frombuffer(shared, dtype=getattr(torch, dtype), count=count, offset=offset)
-        yield name, flat.view(shape)
-
-
 def check_transfer(case: EngineCase, transfer: str, folder: Path) -> None:
     """Send two versions: the digest is confirmed, the tied head is new, log-probs are the model's."""
     engine = case.shared
     assert isinstance(engine, VllmEngine)
     handles = {version: tiny.handle(version) for version in (0, 1, 2)}
+    sync, held = SharedMemorySync(folder), []  # tensors that are held keep older versions readable
     if transfer == "mapped":
-        engine._fetch = lambda source: mapped(source, folder)
+        for version, handle in handles.items():
+            handles[version] = sync.publish(version, handle.digest, tiny.fetch(handle))
+            held.append(list(sync.fetch(handles[version])))
+        engine._fetch = sync.fetch
     if transfer == "device":
         engine._fetch = lambda source: ((n, t.cuda()) for n, t in tiny.fetch(source))
     if transfer == "folder":

@@ -87,8 +87,8 @@ class FakeServer:
     @staticmethod
     def _read_weights(source: WeightHandle) -> Any:
         where = source.location
-        if "places" in where:
-            return read_shared(where["places"])
+        if "file" in where:
+            return read_shared(where["file"], where["entries"])
         return read_folder(where["folder"]).items()
 
     # ---- HTTP

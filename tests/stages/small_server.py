@@ -55,7 +55,7 @@ class SmallServer:
             self._paused = path == "/pause"
         elif path == "/update_weights":
             assert self._paused, "a real one dies of this"
-            assert body["update_info"]["places"]
+            assert body["update_info"]["entries"]
         elif path == "/finish_weight_update":
             self._label = body["weight_version"]
             self._version = int(self._label.split("-")[0])

@@ -1,8 +1,8 @@
-"""Tensors of mapped files are passed on by file name; all others are written once."""
+"""Published weights are passed on by file name; all others are written once."""
 
 from __future__ import annotations
 
-import mmap
+import json
 import threading
 from pathlib import Path
 
@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from penstock.weights.broadcast import WeightGroup, open_store
+from penstock.weights.in_process import InProcessSync
 from penstock.weights.mapped_files import read_folder, read_shared, share_weights
+from penstock.weights.shared_memory import SharedMemorySync
 
 WEIGHTS = {
     "a": torch.arange(12, dtype=torch.float32).view(3, 4),
@@ -29,40 +31,25 @@ def same(found: dict[str, torch.Tensor]) -> bool:
 
 
 def test_tensors_of_this_process_are_written_once_and_read_back(tmp_path: Path) -> None:
-    places = share_weights(WEIGHTS, tmp_path / "weights", copy=False)
-    assert {place[3] for place in places} == {str(tmp_path / "weights")}
-    found = dict(read_shared(places))
+    source = InProcessSync().publish(1, "d", WEIGHTS.items())
+    file, entries = share_weights(source, WEIGHTS, tmp_path / "weights", copy=False)
+    assert file == str(tmp_path / "weights")
+    found = dict(read_shared(file, entries))
     assert same(found)
     found["a"].zero_()  # a reader changes its own view only
-    assert same(dict(read_shared(places)))
+    assert same(dict(read_shared(file, json.loads(json.dumps(entries)))))
 
 
-def test_tensors_of_a_mapped_file_are_not_written(tmp_path: Path) -> None:
-    if not Path("/proc/self/maps").exists():
-        pytest.skip("this system does not tell what is mapped where")
-    file = tmp_path / "published"
-    file.write_bytes(bytes(8192))
-    with open(file, "r+b") as opened:
-        shared = mmap.mmap(opened.fileno(), 0)
-    views = {
-        "first": torch.frombuffer(shared, dtype=torch.float32, count=8, offset=0),
-        "later": torch.frombuffer(shared, dtype=torch.int32, count=6, offset=4096).view(2, 3),
-    }
-    views["first"].copy_(torch.arange(8.0))
-    views["later"].copy_(torch.arange(6).view(2, 3))
-    places = share_weights(views, tmp_path / "weights", copy=False)
-    assert [(name, path, offset) for name, _, _, path, offset in places] == [
-        ("first", str(file), 0),
-        ("later", str(file), 4096),
-    ]
+def test_published_weights_are_read_where_they_are(tmp_path: Path) -> None:
+    sync = SharedMemorySync(tmp_path)
+    source = sync.publish(1, "d", WEIGHTS.items())
+    weights = dict(sync.fetch(source))
+    file, entries = share_weights(source, weights, tmp_path / "weights", copy=False)
     assert not (tmp_path / "weights").exists()
-    found = dict(read_shared(places))
-    assert all(torch.equal(found[name], view) for name, view in views.items())
-    file.rename(tmp_path / "moved")
-    file.write_bytes(bytes(8192))  # another file has its name now: no reader may be sent there
-    places = share_weights(views, tmp_path / "weights", copy=False)
-    assert str(file) not in {place[3] for place in places}
-    assert torch.equal(dict(read_shared(places))["first"], torch.arange(8.0))
+    assert same(dict(read_shared(file, entries)))
+    copied, entries = share_weights(source, weights, tmp_path / "weights", copy=True)
+    assert copied == str(tmp_path / "weights")
+    assert same(dict(read_shared(copied, entries)))
 
 
 def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:

@@ -163,12 +163,15 @@ class BufferReader:
             raise WeightsGone(f"{self._name} are gone: their file was written again")
         in_file = HEADER_BYTES + (0 if device_handle else size)
         self._map = _cached_map(cache.maps, path, self._name, in_file)
-        self._on_device: torch.Tensor | None = None
         if device_handle is None:
-            self._view = memoryview(self._map)  # tensors hold this view, and with it the lock
-            holder: object = self._view
+            holder: object = memoryview(self._map)  # tensors hold this view, and with it the lock
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # the memory is read-only
+                self.bytes = torch.frombuffer(
+                    holder, dtype=torch.uint8, count=size, offset=HEADER_BYTES
+                )
         else:
-            self._on_device, holder = cache.memories.open(str(path), device_handle).tensor(size)
+            self.bytes, holder = cache.memories.open(str(path), device_handle).tensor(size)
         release.detach()
         weakref.finalize(holder, os.close, self._file).atexit = False
 
@@ -182,23 +185,6 @@ class BufferReader:
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _range(fcntl.F_UNLCK, 0, end))
         if self._written() < end:
             raise WeightsGone(f"{self._name} are not whole: their writer ended while it wrote them")
-
-    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a read-only view of the bytes at `offset`."""
-        count = 1
-        for extent in shape:
-            count *= extent
-        if count == 0:
-            return torch.empty(shape, dtype=dtype)
-        if self._on_device is not None:
-            end = offset + count * dtype.itemsize
-            return self._on_device[offset:end].view(dtype).view(shape)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the memory is read-only
-            flat = torch.frombuffer(
-                self._view, dtype=dtype, count=count, offset=HEADER_BYTES + offset
-            )
-        return flat.view(shape)
 
     def _written(self) -> int:
         return int(_numbers(self._map)[_WRITTEN])

@@ -10,20 +10,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from penstock.errors import EngineError, RunError, WeightsGone
+from penstock.weights.layout import Entry, layout_of, views
 
 _HANDLE_BYTES = 64
 _ENABLE_PEER_ACCESS = 1
 _OUT_OF_MEMORY = 2
-_ALIGN = 256
 
 
 @dataclass(slots=True, frozen=True)
@@ -145,37 +144,26 @@ class OpenedMemories:
 
 def share_on_device(
     weights: dict[str, torch.Tensor],
-) -> tuple[DeviceMemory, list[str], list[list[Any]]]:
-    """Copy weights of one GPU into memory that others can open; return it, its handle and the places in it.
+) -> tuple[DeviceMemory, list[str], list[Entry]]:
+    """Copy weights of one GPU into memory that others can open; return it, its handle and the entries.
 
-    Handle and places are made of plain strings, numbers and lists, so that any message can carry them.
+    Handle and entries are plain values, so that any message can carry them.
     """
-    places, size = [], 0
-    for name, tensor in weights.items():
-        places.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size])
-        size += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+    entries, size = layout_of(weights.items())
     device = next(iter(weights.values())).device
     memory = DeviceMemory(size, device)
-    octets, _ = memory.tensor(size)
-    for (_, view), tensor in zip(_views(octets, places), weights.values(), strict=True):
-        view.copy_(tensor)
+    for name, view in views(memory.tensor(size)[0], entries):
+        view.copy_(weights[name])
     torch.cuda.current_stream(device).synchronize()
     handle = memory.export()
-    return memory, [handle.uuid, handle.octets.hex(), str(size)], places
+    return memory, [handle.uuid, handle.octets.hex(), str(size)], entries
 
 
-def read_device(handle: list[str], places: list[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+def read_device(handle: list[str], entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
     """Return the weights that another process shared with `share_on_device`, as views with no copy."""
     uuid, octets, size = handle
     opened, _ = OpenedMemory(DeviceHandle(uuid, bytes.fromhex(octets))).tensor(int(size))
-    return _views(opened, places)
-
-
-def _views(octets: torch.Tensor, places: list[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, dtype, shape, offset in places:
-        kind = getattr(torch, dtype)
-        count = math.prod(shape) * kind.itemsize
-        yield name, octets[offset : offset + count].view(kind).view(shape)
+    return views(opened, entries)
 
 
 def _uuid(device: torch.device) -> str:

@@ -35,7 +35,7 @@ from penstock.files import ScratchFolder, weight_folder
 from penstock.types import WeightHandle
 from penstock.weights import delta
 from penstock.weights.protocol import Endpoint
-from penstock.weights.shared_memory import SharedMemorySync, location_of
+from penstock.weights.shared_memory import SHARED_MEMORY, SharedMemorySync, location_of
 
 BUCKET_BYTES = 32 * 2**20
 _CONNECTIONS = 2  # that share the buckets of one copy, as one core carries less than most links do
@@ -178,11 +178,11 @@ class Distributor:
         """Yield the requested buckets, each as soon as it is written: its delta, or the whole."""
         version, digest = identity
         handle = WeightHandle(
-            version=version, digest=digest, kind="shared_memory", location=request["location"]
+            version=version, digest=digest, kind=SHARED_MEMORY, location=request["location"]
         )
         with self._holding:
             reader = self._sync.open_buffer(handle)
-            octets = reader.tensor(0, (handle.location["size"],), torch.uint8)
+            octets = reader.bytes
             self._hold(identity, octets, reader.wait_until_written)
             held = self._held
         deltas = None

@@ -16,12 +16,11 @@ import torch
 
 from penstock.types import WeightHandle
 from penstock.weights.buffer import CAN_WAIT_FOR_BYTES, BufferReader, BufferWriter, ReaderCache
+from penstock.weights.layout import Entry, dtype_name, end_of, layout_of, views
 
 WAKE_BYTES = 8 * 2**20  # wake waiting readers after every so many bytes
 DEVICE_WAKE_BYTES = 256 * 2**20  # the same on a GPU, where each wake-up first waits for the device
-_ALIGN = 64
-Entry = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape, offset
-Layout = tuple[list[Entry], int]
+SHARED_MEMORY = "shared_memory"  # the kind of the handles
 
 
 class SharedMemorySync:
@@ -35,7 +34,7 @@ class SharedMemorySync:
         self._folder, self._node, self._on_device = Path(folder), node, on_device
         self._device = torch.device("cpu")  # where buffers are published
         self._buffers: list[BufferWriter] = []
-        self._layout: Layout | None = None
+        self._layout: tuple[list[Entry], int] | None = None
         self._announced: tuple[WeightHandle, BufferWriter] | None = None
         self._cache = ReaderCache()
 
@@ -81,15 +80,14 @@ class SharedMemorySync:
         entries: list[Entry],
         weights: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
-        marked = end = 0
+        marked = 0
         wake_bytes = DEVICE_WAKE_BYTES if buffer.bytes.is_cuda else WAKE_BYTES
-        for (name, dtype, shape, offset), (given, tensor) in zip(entries, weights, strict=True):
-            said = (given, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            assert said == (name, dtype, shape), f"got {said}, announced was {(name, dtype, shape)}"
-            end = offset + tensor.numel() * tensor.element_size()
-            if end > offset:
-                buffer.bytes[offset:end].view(tensor.dtype).view(shape).copy_(tensor.detach())
-            if end - marked >= wake_bytes:
+        targets = zip(entries, views(buffer.bytes, entries), strict=True)
+        for (entry, (_, target)), (name, tensor) in zip(targets, weights, strict=True):
+            got, announced = (name, dtype_name(tensor), tuple(tensor.shape)), tuple(entry[:3])
+            assert got == announced, f"got {got}, announced was {announced}"
+            target.copy_(tensor.detach())
+            if (end := end_of(entry)) - marked >= wake_bytes:
                 buffer.mark_written(marked := end)
         buffer.mark_written(len(buffer.bytes))
 
@@ -116,7 +114,7 @@ class SharedMemorySync:
         self, version: int, digest: str, buffer: BufferWriter, entries: list[Entry], size: int
     ) -> WeightHandle:
         location = location_of(buffer, entries, size, self._node)
-        return WeightHandle(version=version, digest=digest, kind="shared_memory", location=location)
+        return WeightHandle(version=version, digest=digest, kind=SHARED_MEMORY, location=location)
 
     def _abandon_announced(self) -> None:
         if self._announced is not None:
@@ -126,13 +124,10 @@ class SharedMemorySync:
     # ---- an engine's end
 
     def fetch(self, handle: WeightHandle) -> Iterator[tuple[str, torch.Tensor]]:
-        where = handle.location
-        buffer = self.open_buffer(handle)
-        for name, dtype_name, shape, offset in where["tensors"]:
-            dtype = getattr(torch, dtype_name)
-            tensor = buffer.tensor(offset, shape, dtype)
-            buffer.wait_until_written(offset + tensor.numel() * tensor.element_size())
-            yield name, tensor
+        buffer, entries = self.open_buffer(handle), handle.location["tensors"]
+        for entry, weight in zip(entries, views(buffer.bytes, entries), strict=True):
+            buffer.wait_until_written(end_of(entry))
+            yield weight
 
     def open_buffer(self, handle: WeightHandle) -> BufferReader:
         where = handle.location
@@ -157,14 +152,3 @@ def location_of(buffer: BufferWriter, entries: list[Entry], size: int, node: str
         "device": buffer.device_handle,
         "tensors": entries,
     }
-
-
-def layout_of(tensors: list[tuple[str, torch.Tensor]]) -> Layout:
-    """Return the offset of each tensor in a buffer, and the size of the whole buffer."""
-    entries: list[Entry] = []
-    size = 0
-    for name, tensor in tensors:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append((name, dtype, tuple(tensor.shape), size))
-        size += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
-    return entries, max(size, _ALIGN)

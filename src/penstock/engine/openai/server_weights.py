@@ -120,8 +120,9 @@ class VllmCalls:
         else:
             prepared.temporary = ScratchFolder.new("transfer", memory_folder())
             file = prepared.temporary.path / "weights"
-            places = await asyncio.to_thread(share_weights, weights, file, copy=False)
-            info["places"] = [list(place) for place in places]
+            info["file"], info["entries"] = await asyncio.to_thread(
+                share_weights, source, weights, file, copy=False
+            )
         return prepared
 
     async def load(self, server: Server, prepared: PreparedWeights) -> None:

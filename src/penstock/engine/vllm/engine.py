@@ -83,7 +83,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """The digest of the new weights, and where they are: files, a folder, a group or a GPU."""
 
     digest: str
-    places: list[Any] = field(default_factory=list)  # places within mapped files, or on the GPU
+    entries: list[Any] = field(default_factory=list)  # places within the file, or on the GPU
+    file: str = ""  # that holds them
     memory: list[str] = field(default_factory=list)  # the GPU that holds them, and its handle
     folder: str = ""  # a safetensors folder
     shapes: list[Any] = field(default_factory=list)  # of the tensors sent over the group
@@ -112,13 +113,13 @@ class PenstockTransfer(WeightTransferEngine):
         if update_info.folder:
             weights = mapped_files.read_folder(update_info.folder)
         elif update_info.memory:
-            weights = dict(read_device(update_info.memory, update_info.places))
-        elif update_info.places:
-            weights = dict(mapped_files.read_shared(update_info.places))
+            weights = dict(read_device(update_info.memory, update_info.entries))
+        elif update_info.file:
+            weights = dict(mapped_files.read_shared(update_info.file, update_info.entries))
         elif self._group is not None:
             weights = self._group.receive(update_info.shapes)
         else:
-            raise ValueError("weights: got no places, folder or group, allowed: one of them")
+            raise ValueError("weights: got no file, folder or group, allowed: one of them")
         if (digest := digest_of(weights.items())) != update_info.digest:
             raise ValueError(f"weights: got digest {digest}, allowed: {update_info.digest}")
         self.model.load_weights(iter(weights.items()))
@@ -336,11 +337,16 @@ class VllmEngine:
         if source.kind == mapped_files.FOLDER and not self._options.transfer_folder:
             return {"digest": source.digest, "folder": str(source.location)}
         if next(iter(weights.values())).is_cuda and not self._options.transfer_folder:
-            self._memory, handle, places = await asyncio.to_thread(share_on_device, weights)
-            return {"digest": source.digest, "memory": handle, "places": places}
-        copy = bool(self._options.transfer_folder)
-        found = await asyncio.to_thread(mapped_files.share_weights, weights, file, copy=copy)
-        return {"digest": source.digest, "places": [list(place) for place in found]}
+            self._memory, handle, entries = await asyncio.to_thread(share_on_device, weights)
+            return {"digest": source.digest, "memory": handle, "entries": list(map(list, entries))}
+        name, entries = await asyncio.to_thread(
+            mapped_files.share_weights,
+            source,
+            weights,
+            file,
+            copy=bool(self._options.transfer_folder),
+        )
+        return {"digest": source.digest, "file": name, "entries": list(map(list, entries))}
 
     async def _load(
         self, llm: AsyncLLM, info: dict[str, Any], weights: dict[str, torch.Tensor]
