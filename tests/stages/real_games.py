@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from penstock.rollout.agent.gym import World
-from penstock.rollout.agent.task import Task
+from penstock.rollout.agent.session import Task
 
 
 def make(name: str) -> tuple[Any, str, int]:

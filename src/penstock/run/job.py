@@ -12,6 +12,7 @@ import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -38,7 +39,7 @@ from penstock.rollout import (
     ReplayBuffer,
     strategy_config,
 )
-from penstock.rollout.agent.build import agent_maker, build_agent, check_agent, try_agent
+from penstock.rollout.agent.build import build_agent, check_agent, try_agent
 from penstock.rollout.agent.check import CheckResult
 from penstock.rollout.agent.function import FunctionAgent, Interrupted
 from penstock.rollout.evaluation.background import Evaluations
@@ -559,7 +560,10 @@ def _eval_tasks(
                 num_generations=sampling.num_generations,
                 decode=data.chat.decode,
                 seed=config.seed,
-                agent=agent_maker(
+                agent=None
+                if task.agent == "single_turn"
+                else partial(
+                    build_agent,
                     f"eval.tasks.{name}",
                     task,
                     sampling,

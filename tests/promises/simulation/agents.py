@@ -14,8 +14,7 @@ from zlib import crc32
 
 import numpy as np
 
-from penstock.rollout.agent.session import Model, session_of
-from penstock.rollout.agent.task import Task
+from penstock.rollout.agent.session import Model, Task, session_of
 from penstock.store.journal import Journal
 from penstock.types import ModelCall
 from simulation.disk import SimWriter

@@ -106,7 +106,7 @@ def test_functions_and_servers_work_together(tmp_path: Path) -> None:
     _, kept, _ = play(function, *said, reward=True)
     assert [result for what, result in kept.tools if what == "done"] == ["4", "5"]
     rollout, _, _ = play(make("o", {"mcp": [SERVER, SERVER]}), "done", reward=True)
-    assert "got the tool add, which is there already" in rollout.error
+    assert "got two tools with the name add, allowed: one" in rollout.error
 
 
 def test_a_server_that_dies_fails_the_rollout_and_tells_the_policy_nothing() -> None:
@@ -160,11 +160,12 @@ def test_a_mistake_in_the_option_is_named(given: Any, words: str) -> None:
 
 DRIVER = """
 import asyncio, sys
-from penstock.rollout.agent.mcp import open_servers, read_servers
+from penstock.rollout.agent.mcp import Tools, open_servers, read_servers
 
 async def main():
     servers = read_servers("mcp", [{"command": sys.argv[2:]}])
-    async with open_servers(servers, 60) as tools:
+    tools = Tools()
+    async with open_servers(servers, 60, tools):
         pid = await tools.functions["pid"](idempotency_key="k")
         open(sys.argv[1], "w").write(pid)
         await asyncio.Event().wait()

@@ -344,7 +344,7 @@ async def main():
              "open(sys.argv[1], 'w').write(f'{os.getpid()} {c.pid}')\\ntime.sleep(1000)", sys.argv[1]]
     class Model:
         base_url = api_key = name = seed = ""
-    from penstock.rollout.agent.task import Task
+    from penstock.rollout.agent.session import Task
     await Command(words, 1)(Task(prompt_id="p", messages=[]), Model())
 
 asyncio.run(main())

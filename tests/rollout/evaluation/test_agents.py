@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def evaluated(function: Any, folder: Path, engine: Any = None, size: int = 1) ->
         num_generations=size,
         decode=chat.decode,
         seed=0,
-        agent=lambda watched, calls: make_agent(function, watched, recorder=calls, timeout_s=60),
+        agent=partial(make_agent, function, timeout_s=60),
     )
     engine = engine or Engine(lambda prompt: "yes", version=2)
     return asyncio.run(evaluate(engine, task, step=5, version=2, folder=folder))

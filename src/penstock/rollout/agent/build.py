@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import SamplingConfig, TaskConfig, TaskDataConfig, plugins
@@ -16,7 +17,7 @@ from penstock.reward import build_reward
 from penstock.reward.protocol import Reward
 from penstock.rollout.agent import AGENTS, AgentLoop, gym, tools
 from penstock.rollout.agent.bridge import Bridge
-from penstock.rollout.agent.check import AgentCheck, CheckResult
+from penstock.rollout.agent.check import AgentCheck, CheckResult, NoReward
 from penstock.rollout.agent.function import (
     OWN_OPTIONS,
     AgentSettings,
@@ -78,7 +79,7 @@ def build_agent(
     recorder: Recorder,
     endpoint: Endpoint | None,
     positions: int | None,
-    note: Callable[[str], None],
+    note: Callable[[str], None] = lambda text: None,
     interrupted: Interrupted | None = None,
 ) -> AgentLoop:
     """Return the task's agent loop; `positions` is the model's context, if it is known."""
@@ -87,52 +88,36 @@ def build_agent(
     bridge = Bridge(chat, task.chat_template_kwargs)
     for turns, reason in bridge.rendered_whole():
         note(f"note: {where}: {turns}: {reason}")
-    function, options = _function(where, task)
-    return FunctionAgent(
-        function,
-        engine=engine,
-        sampling=sampling,
-        bridge=bridge,
-        settings=_settings(where, task, positions),
-        decode=chat.decode,
-        recorder=recorder,
-        endpoint=endpoint,
-        reward=None if gives_own_reward(task) else reward,
-        options=options,
-        system_prompt=task.system_prompt,
-        interrupted=interrupted,
+    make = _function_agent(
+        where, task, sampling, bridge=bridge, reward=reward, endpoint=endpoint, positions=positions
     )
+    return make(engine=engine, decode=chat.decode, recorder=recorder, interrupted=interrupted)
 
 
-def agent_maker(
+def _function_agent(
     where: str,
     task: TaskDataConfig,
     sampling: SamplingConfig,
     *,
+    bridge: Bridge,
     reward: Reward,
-    chat: ChatTemplate,
     endpoint: Endpoint | None,
     positions: int | None,
-) -> Callable[[InferenceEngine, Recorder], AgentLoop] | None:
-    """Return what makes an evaluation's agent for an engine; None: its prompts are asked directly."""
-    if task.agent == "single_turn":
-        return None
-
-    def make(engine: InferenceEngine, recorder: Recorder) -> AgentLoop:
-        return build_agent(
-            where,
-            task,
-            sampling,
-            engine=engine,
-            reward=reward,
-            chat=chat,
-            recorder=recorder,
-            endpoint=endpoint,
-            positions=positions,
-            note=lambda text: None,  # it says how turns are trained
-        )
-
-    return make
+) -> partial[FunctionAgent]:
+    """Return what makes the loop of a task's function for an engine and a recorder."""
+    function, options = _function(where, task)
+    limits = Limits(max_context=task.max_prompt_tokens, max_positions=positions or 1 << 30)
+    return partial(
+        FunctionAgent,
+        function,
+        sampling=sampling,
+        bridge=bridge,
+        settings=AgentSettings.read(f"{where}.agent_options", task.agent_options, limits),
+        endpoint=endpoint,
+        reward=None if gives_own_reward(task) else reward,
+        options=options,
+        system_prompt=task.system_prompt,
+    )
 
 
 def build_loop(
@@ -156,33 +141,23 @@ async def try_agent(
         raise UserError(
             f"{where}.agent: got {task.agent!r}, allowed: a function, tools, gym, command"
         )
-    function, options = _function(where, task)
     from penstock.rollout.agent.endpoint import Endpoint  # lazily: most runs serve no agents
 
-    endpoint = Endpoint()
+    endpoint, bridge = Endpoint(), Bridge(chat, task.chat_template_kwargs)
+    make = _function_agent(
+        where,
+        task,
+        sampling,
+        bridge=bridge,
+        reward=NoReward(),
+        endpoint=endpoint,
+        positions=positions,
+    )
     await endpoint.start()
     try:
-        return await AgentCheck(
-            function,
-            options,
-            settings=_settings(where, task, positions),
-            chat=chat,
-            template_arguments=task.chat_template_kwargs,
-            sampling=sampling,
-            prompt=prompt,
-            system_prompt=task.system_prompt,
-            endpoint=endpoint,
-            gives_reward=gives_own_reward(task),
-        ).run()
+        return await AgentCheck(make, chat=chat, bridge=bridge, prompt=prompt).run()
     finally:
         await endpoint.close()
-        if hasattr(function, "close"):
-            await function.close()
-
-
-def _settings(where: str, task: TaskDataConfig, positions: int | None) -> AgentSettings:
-    limits = Limits(max_context=task.max_prompt_tokens, max_positions=positions or 1 << 30)
-    return AgentSettings.read(f"{where}.agent_options", task.agent_options, limits)
 
 
 def _function(where: str, task: TaskDataConfig) -> tuple[Function | Placed, dict[str, Any]]:

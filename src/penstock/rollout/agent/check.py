@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from penstock.config import SamplingConfig
 from penstock.data.chat import ChatTemplate
 from penstock.data.sampler import stable_hash
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.reward.protocol import Reward
 from penstock.rollout.agent.bridge import Bridge
-from penstock.rollout.agent.function import AgentSettings, FunctionAgent, Interrupted, Placed
-from penstock.rollout.agent.session import Function
+from penstock.rollout.agent.function import FunctionAgent, Interrupted
 from penstock.store.journal.calls import ToolResult
 from penstock.types import Group, ModelCall, Prompt, Rollout, Score, Status, VersionSegment
-
-if TYPE_CHECKING:
-    from penstock.rollout.agent.endpoint import Endpoint
 
 _WORDS = ("7", "yes", "I do not know.", "higher", "<answer>12</answer>", "4 + 5 = 9", "no")
 _ODD = ("\u202e\u0000 \U0001f600 \ufffd e\u0301", "x" * 5000, "", "\n\n\n", '{"a": [')
@@ -107,22 +102,15 @@ class AgentCheck:
 
     def __init__(
         self,
-        function: Function | Placed,
-        options: Mapping[str, Any],
+        make: Callable[..., FunctionAgent],
         *,
-        settings: AgentSettings,
         chat: ChatTemplate,
-        template_arguments: Mapping[str, Any],
-        sampling: SamplingConfig,
+        bridge: Bridge,
         prompt: Prompt,
-        system_prompt: str,
-        endpoint: Endpoint,
-        gives_reward: bool,
     ) -> None:
-        self._function, self._options, self._settings = function, dict(options), settings
-        self._chat, self._bridge = chat, Bridge(chat, template_arguments)
-        self._sampling, self._prompt, self._system_prompt = sampling, prompt, system_prompt
-        self._endpoint, self._gives_reward = endpoint, gives_reward
+        self._make = make  # makes the loop for an engine and a recorder
+        self._agent: FunctionAgent | None = None  # the newest
+        self._chat, self._bridge, self._prompt = chat, bridge, prompt
 
     async def run(self) -> list[CheckResult]:
         """Return the findings, in the order in which they were made."""
@@ -134,17 +122,21 @@ class AgentCheck:
             ("survives odd unicode, long and empty answers", lambda: self._survives(_ODD)),
             ("continues from its record after a crash", self._continues),
         )
-        found = [
+        results = [
             CheckResult(f"the chat template continues a {turn} turn", "ok", "")
             for turn, why in self._bridge.proof.items()
             if not why
         ]
-        found += [CheckResult(name, "note", why) for name, why in self._bridge.rendered_whole()]
-        for name, check in checks:
-            why = await check()
-            if not why or all(one.detail != why for one in found):  # a fault is told once
-                found.append(CheckResult(name, "FAIL" if why else "ok", why))
-        return found
+        results += [CheckResult(name, "note", why) for name, why in self._bridge.rendered_whole()]
+        try:
+            for name, check in checks:
+                why = await check()
+                if not why or all(result.detail != why for result in results):  # told once
+                    results.append(CheckResult(name, "FAIL" if why else "ok", why))
+        finally:
+            if self._agent is not None:
+                await self._agent.close()  # with the processes of the function, if it has any
+        return results
 
     async def _play(
         self, seed: int, words: Sequence[str] = _WORDS, before: Played | None = None, keep: int = 0
@@ -164,21 +156,13 @@ class AgentCheck:
             interrupted.tools[rollout.rollout_id, seed] = [
                 tool for key, tool in before.tools.items() if key in known or key.startswith("step")
             ][:keep]
-        agent = FunctionAgent(
-            self._function,
-            engine=_Policy(self._chat, lambda number: words[number % len(words)], played),  # type: ignore[arg-type]
-            sampling=self._sampling,
-            bridge=self._bridge,
-            settings=self._settings,
+        self._agent = self._make(
+            engine=_Policy(self._chat, lambda number: words[number % len(words)], played),
             decode=self._chat.decode,
             recorder=_Record(played),
-            endpoint=self._endpoint,
-            reward=None if self._gives_reward else _NoReward(),
-            options=self._options,
-            system_prompt=self._system_prompt,
             interrupted=interrupted,
         )
-        await agent.generate_group(group.rollouts)
+        await self._agent.generate_group(group.rollouts)
         return played
 
     async def _ends(self) -> str:
@@ -218,7 +202,7 @@ class AgentCheck:
         return ""
 
 
-class _NoReward(Reward):
+class NoReward(Reward):
     """Stands in for the task's rewards, which need no check here."""
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:

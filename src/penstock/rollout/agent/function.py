@@ -23,9 +23,16 @@ from penstock.reward.call_threads import CallThreads
 from penstock.reward.protocol import Reward
 from penstock.reward.user import as_score
 from penstock.rollout.agent.bridge import Bridge
-from penstock.rollout.agent.session import TOOL_THREADS, Function, Limits, Model, Recorder, Session
+from penstock.rollout.agent.session import (
+    TOOL_THREADS,
+    Function,
+    Limits,
+    Model,
+    Recorder,
+    Session,
+    Task,
+)
 from penstock.rollout.agent.single_turn import annealed_temperature
-from penstock.rollout.agent.task import Task
 from penstock.rollout.agent_loop import AgentLoop
 from penstock.store.journal.calls import ToolResult
 from penstock.types import ModelCall, Rollout, Score, Status
@@ -222,7 +229,7 @@ class FunctionAgent(AgentLoop):
             await session.close()  # what the agent no longer waits for
             self._take_calls(session)
             rollout.score = await self._score(rollout, result, session.earned)
-        except Exception as error:
+        except Exception as error:  # whatever the user's function raises is the rollout's outcome
             if session.fault is not None:
                 raise session.fault from error
             if session.aborted:
@@ -290,7 +297,9 @@ class FunctionAgent(AgentLoop):
             try:
                 async with deadline:
                     return await function(task, model, **self._options)
-            except Exception as error:
+            except (
+                Exception
+            ) as error:  # of the user's function: what it means depends on the limits
                 if deadline.expired():
                     raise RewardError(
                         f"no result after {settings.timeout_s:g} s (timeout_s)"

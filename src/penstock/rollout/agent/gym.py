@@ -16,8 +16,8 @@ from typing import Any
 
 from penstock.config import plugins
 from penstock.errors import RewardError, UserError
-from penstock.rollout.agent.session import ContextOverflow, Model, TurnsExceeded
-from penstock.rollout.agent.task import Task
+from penstock.rollout.agent.session import ContextOverflow, Model, Task, TurnsExceeded
+from penstock.rollout.agent.tools import finished
 
 OPTIONS = ("env", "env_options")
 
@@ -82,11 +82,11 @@ class World:
         """Reset the environment; return the messages that the policy sees first."""
         env = self._env
         if hasattr(env, "init"):  # SkyRL-gym
-            messages, _ = await _finish(env.init(task.messages))
+            messages, _ = await finished(env.init(task.messages))
             return list(messages)[len(task.messages) :]
         row = {"seed": seed, "num_players": 1, "gt_answer": task.gt_answer, **task.extra}
         parameters = inspect.signature(env.reset).parameters
-        first = await _finish(env.reset(**{n: v for n, v in row.items() if n in parameters}))
+        first = await finished(env.reset(**{n: v for n, v in row.items() if n in parameters}))
         if hasattr(env, "get_observation"):  # TextArena
             first = self._new_text()
         text = _text(first[0] if isinstance(first, tuple) else first)
@@ -95,7 +95,7 @@ class World:
     async def step(self, action: str) -> Step:
         """Give the environment an action; return what it answers."""
         env = self._env
-        found = await _finish(env.step(action))
+        found = await finished(env.step(action))
         if hasattr(env, "get_observation"):  # TextArena: rewards come at the end
             done = bool(found[0])
             rewards = env.close() if done else None
@@ -121,7 +121,7 @@ class World:
     async def close(self) -> None:
         env = self._env
         if hasattr(env, "close") and not hasattr(env, "get_observation"):
-            await _finish(env.close())
+            await finished(env.close())
 
 
 def _checked(observation: str, reward: Any, done: Any) -> Step:
@@ -140,7 +140,3 @@ def _text(observation: Any) -> str:
     if isinstance(observation, Sequence):
         return "\n".join(map(_text, observation))
     return str(getattr(observation, "text", None) or getattr(observation, "content", observation))
-
-
-async def _finish(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value

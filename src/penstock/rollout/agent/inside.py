@@ -85,7 +85,7 @@ async def use_tool(ask: Any, run: Any, call: Any, function: Any, unknown: Any) -
     end = {"tool": "end", "id": call_id}
     try:
         result = result_text(await run(function, **tool_arguments(function, call)))
-    except Exception as error:
+    except Exception as error:  # whatever the user's tool raises is recorded, and raised again
         reason = f"{type(error).__name__}: {error}"
         await ask({**end, "outcome": "failed", "result": reason})
         raise
@@ -274,7 +274,7 @@ def call(
             result = function(task, model, **given["options"])
         json.dumps(result)
         return {"result": result, "earned": model.earned}
-    except Exception as error:
+    except Exception as error:  # whatever the user's function raises is its rollout's outcome
         return {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -284,7 +284,7 @@ def serve(target: str) -> None:
     os.dup2(2, 1)  # what the agent prints
     try:
         function = load(target)
-    except Exception as error:
+    except Exception as error:  # whatever the user's module raises is why no rollout can begin
         driver.send({"refused": f"{type(error).__name__}: {error}"})
         return
     kind = "async" if inspect.iscoroutinefunction(function) else "sync"

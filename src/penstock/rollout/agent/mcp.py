@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from penstock.config.secrets import from_environment
@@ -88,26 +88,43 @@ def _read_server(where: str, table: Mapping[str, Any]) -> ServerConfig:
 
 
 @dataclass(slots=True, frozen=True)
-class ServerTools:
-    """The tools of all servers of a rollout."""
+class Tools:
+    """What a policy may call in a rollout."""
 
-    functions: dict[str, Callable[..., Any]]
-    schemas: list[dict[str, Any]]
-    unknown: dict[str, str]  # by tool: what happens to a call that was only begun
+    functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    schemas: list[dict[str, Any]] = field(default_factory=list)
+    unknown: dict[str, str] = field(default_factory=dict)  # what a call that was only begun gets
+
+    def add(
+        self, name: str, function: Callable[..., Any], schema: dict[str, Any], unknown: str
+    ) -> None:
+        if name in self.functions:
+            raise RunError(f"got two tools with the name {name}, allowed: one")
+        self.functions[name], self.unknown[name] = function, unknown
+        self.schemas.append(schema)
 
 
 @asynccontextmanager
 async def open_servers(
-    configs: Sequence[ServerConfig], timeout_s: float
-) -> AsyncIterator[ServerTools]:
-    """Start the servers, and end them with the block."""
-    tools = ServerTools({}, [], {})
+    configs: Sequence[ServerConfig], timeout_s: float, tools: Tools
+) -> AsyncIterator[None]:
+    """Start the servers, add their tools, and end the servers with the block."""
     async with AsyncExitStack() as stack:
         for config in configs:
             server = await stack.enter_async_context(_open(config, timeout_s))
             for tool in server.tools:
-                _add(tools, server, tool)
-        yield tools
+                function = server.function(tool.name)
+                tools.add(tool.name, function, _schema(tool), config.unknown)
+        yield
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description or "",
+        "parameters": tool.input_schema,
+    }
+    return {"type": "function", "function": function}
 
 
 @asynccontextmanager
@@ -125,21 +142,6 @@ async def _open(config: ServerConfig, timeout_s: float) -> AsyncIterator[Server]
                 await stack.aclose()
             except ExceptionGroup as error:  # a transport of the SDK failed, and ended the block
                 raise server.fault(error) from error
-
-
-def _add(tools: ServerTools, server: Server, tool: Tool) -> None:
-    if tool.name in tools.functions:
-        raise ServerFault(
-            f"MCP server {server.config.name}: got the tool {tool.name}, which is there already"
-        )
-    function = {
-        "name": tool.name,
-        "description": tool.description or "",
-        "parameters": tool.input_schema,
-    }
-    tools.functions[tool.name] = server.function(tool.name)
-    tools.schemas.append({"type": "function", "function": function})
-    tools.unknown[tool.name] = server.config.unknown
 
 
 class Server:

@@ -20,8 +20,7 @@ from typing import Any
 
 from penstock.errors import RewardError, RunError, UserError
 from penstock.reward.line_process import LineProcess, ProcessPool
-from penstock.rollout.agent.session import Function, Model, session_of
-from penstock.rollout.agent.task import Task
+from penstock.rollout.agent.session import Function, Model, Task, session_of
 
 INSIDE = Path(__file__).with_name("inside.py")
 DEFAULT_PROCESSES = 4

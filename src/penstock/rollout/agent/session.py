@@ -8,12 +8,13 @@ Called in the driver's event loop, in process (`Model`) or over HTTP (`endpoint.
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import inspect
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ from penstock.rollout.agent.bridge import Bridge
 from penstock.rollout.agent.inside import use_tool
 from penstock.rollout.agent.tree import CallTree, Message, Place
 from penstock.store.journal.calls import ToolResult
-from penstock.types import ModelCall, Rollout
+from penstock.types import ModelCall, Prompt, Rollout
 
 
 class Recorder(Protocol):
@@ -386,6 +387,31 @@ class Session:
             task.cancel()
         aborts = (self._engine.abort(request_id) for request_id in running.values())
         await asyncio.gather(*aborts, *running, return_exceptions=True)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Task:
+    """What a rollout is about: one line of the dataset."""
+
+    prompt_id: str
+    messages: list[dict[str, Any]]  # with the task's system prompt
+    gt_answer: str | None = None
+    test_cases: dict[str, Any] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)  # every other field of the line
+
+    @classmethod
+    def of(cls, prompt: Prompt, system_prompt: str) -> Task:
+        """Copy the prompt, so that no rollout changes what another one sees."""
+        messages = [copy.deepcopy(dict(message)) for message in prompt.messages]
+        if system_prompt and not any(message.get("role") == "system" for message in messages):
+            messages.insert(0, {"role": "system", "content": system_prompt})
+        return cls(
+            prompt_id=prompt.prompt_id,
+            messages=messages,
+            gt_answer=prompt.gt_answer,
+            test_cases=copy.deepcopy(prompt.test_cases),
+            extra=copy.deepcopy(prompt.extra),
+        )
 
 
 class Model:

@@ -20,8 +20,6 @@ from penstock.reward.protocol import Reward
 from penstock.rollout.agent_loop import AgentLoop
 from penstock.types import Prompt, Rollout, Status
 
-_NOT_SEARCHED = 31  # failed groups to skip before requests are sent one by one again
-
 
 def annealed_temperature(sampling: SamplingConfig, policy_version: int) -> float:
     """Return the temperature: linear to `anneal.end` over `anneal.steps` updates, then constant."""
@@ -53,8 +51,6 @@ class SingleTurn(AgentLoop):
         self._requests = 0
         self._newest_params: SamplingParams | None = None
         self._aborting: set[asyncio.Task[None]] = set()
-        self._searching = asyncio.Lock()  # one group at a time is asked one by one
-        self._not_searched: int | None = None  # groups since then; None: no blame
 
     async def generate(self, rollout: Rollout, *, enable_partial_rollout: bool = False) -> Rollout:
         """Generate and score one rollout; it ends COMPLETED, ABORTED or FAILED."""
@@ -114,37 +110,19 @@ class SingleTurn(AgentLoop):
     async def _ask_engine(
         self, requests: list[GenerationRequest]
     ) -> Sequence[Generation | BaseException]:
-        """Send all requests at once, to share a prefill; if that raises, find the request at fault."""
+        """Send all requests at once, to share a prefill; if that raises, each alone.
+
+        So a request that the engine refuses costs its own rollout only.
+        """
         try:
-            generations = await self._engine.generate_many(requests)
-            self._not_searched = None
-            return generations
+            return await self._engine.generate_many(requests)
         except EnginesLost:
             raise
-        except Exception as error:
+        except Exception as error:  # the fault of an engine is the outcome of its rollouts
             if len(requests) == 1:
                 return [error]
             self._abort_later([request.request_id for request in requests])
-            async with self._searching:
-                return await self._ask_one_by_one(requests, error)
-
-    async def _ask_one_by_one(
-        self, requests: list[GenerationRequest], error: Exception
-    ) -> Sequence[Generation | BaseException]:
-        """Send each request alone; if the first two raise as well, blame the engine.
-
-        Then the other requests are not sent, nor those of the next groups that raise, until a call succeeds.
-        """
-        if self._not_searched is not None and self._not_searched < _NOT_SEARCHED:
-            self._not_searched += 1
-            return [error] * len(requests)
-        first = await asyncio.gather(*map(self._ask_alone, requests[:2]), return_exceptions=True)
-        if all(isinstance(answer, BaseException) for answer in first):
-            self._not_searched = 0
-            return [*first, *[error] * len(requests[2:])]
-        self._not_searched = None
-        rest = await asyncio.gather(*map(self._ask_alone, requests[2:]), return_exceptions=True)
-        return [*first, *rest]
+            return await asyncio.gather(*map(self._ask_alone, requests), return_exceptions=True)
 
     async def _ask_alone(self, request: GenerationRequest) -> Generation:
         request_id = f"{request.request_id}-alone"
@@ -221,7 +199,7 @@ class SingleTurn(AgentLoop):
         prompts = [cast(Prompt, rollout.prompt) for rollout in rollouts]
         try:
             scores = await self._reward.score_group(rollouts, prompts)
-        except Exception as error:
+        except Exception as error:  # the fault of a reward is the outcome of its group
             for rollout in rollouts:
                 rollout.fail(f"reward: {type(error).__name__}: {error}")
             return

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from penstock.config import plugins
 from penstock.errors import RunError, UserError
-from penstock.rollout.agent.mcp import open_servers, read_servers
-from penstock.rollout.agent.session import ContextOverflow, Model, TurnsExceeded, session_of
-from penstock.rollout.agent.task import Task
+from penstock.rollout.agent.mcp import Tools, open_servers, read_servers
+from penstock.rollout.agent.session import (
+    ContextOverflow,
+    Model,
+    Task,
+    TurnsExceeded,
+    session_of,
+)
 
 _NOT_TOOLS = frozenset({"reset", "get_reward", "close"})
 _NOT_SHOWN = frozenset({"self", "idempotency_key"})  # parameters that the policy does not give
@@ -40,52 +44,37 @@ def make(where: str, options: Mapping[str, Any]) -> Callable[[Task, Model], Awai
     if kind is not None and not isinstance(kind, type):
         raise UserError(f"{where}.env: got {env!r}, which is no class, allowed: a class")
     loaded = [plugins.load(f"{where}.functions", name, {}) for name in functions or ()]
-    if kind is not None:
-        loaded = list(tools_of(kind).values())
-    schemas = schemas_of(where, loaded) if kind or loaded else []
-    own = {function.__name__: function for function in loaded}
+    plain = {function.__name__: function for function in loaded}
+    schemas = schemas_of(where, tools_of(kind) if kind else plain) if kind or plain else {}
 
     async def use_tools(task: Task, model: Model) -> Any:
-        limit = session_of(model).limits.tool_timeout_s
-        async with open_servers(servers, limit) as theirs, _environment(kind) as made:
-            messages = list(task.messages)
-            told = await _finish(_call_reset(made, task, model.seed))
-            if told:
-                messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{told}"}
-            mine = own if made is None else tools_of(made)
-            if twice := mine.keys() & theirs.functions.keys():
-                raise RunError(f"got two tools with the name {min(twice)}, allowed: one")
-            unknown = dict.fromkeys(mine, "fail" if made is None else "rebuild")
-            tools = Tools(
-                functions={**mine, **theirs.functions},
-                schemas=[*schemas, *theirs.schemas],
-                unknown={**unknown, **theirs.unknown},
-            )
-            await converse(model, messages, tools)
-            reward = getattr(made, "get_reward", None)
-            return None if reward is None else await _finish(reward())
+        limit, tools = session_of(model).limits.tool_timeout_s, Tools()
+        async with _environment(kind) as environment:
+            callables = plain if environment is None else tools_of(environment)
+            for name, schema in schemas.items():
+                unknown = "fail" if environment is None else "rebuild"
+                tools.add(name, callables[name], schema, unknown)
+            async with open_servers(servers, limit, tools):
+                messages = list(task.messages)
+                text = await _reset(environment, task, model.seed)
+                if text:
+                    messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{text}"}
+                await converse(model, messages, tools)
+                reward = getattr(environment, "get_reward", None)
+                return None if reward is None else await finished(reward())
 
     return use_tools
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Tools:
-    """What a policy may call, by name."""
-
-    functions: dict[str, Callable[..., Any]]
-    schemas: list[dict[str, Any]]
-    unknown: dict[str, str]  # what happens after a crash to a call that was only begun
 
 
 @asynccontextmanager
 async def _environment(kind: Any) -> AsyncIterator[Any]:
     """Make an environment, and close it with the block; None: there is none."""
-    made: Any = kind() if kind else None
+    environment: Any = kind() if kind else None
     try:
-        yield made
+        yield environment
     finally:
-        if hasattr(made, "close"):
-            await _finish(made.close())
+        if hasattr(environment, "close"):
+            await finished(environment.close())
 
 
 def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
@@ -94,14 +83,16 @@ def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
     return {n: f for n, f in found if not n.startswith("_") and n not in _NOT_TOOLS}
 
 
-def schemas_of(where: str, functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-    """Return the JSON schemas of typed functions with Google docstrings."""
+def schemas_of(
+    where: str, functions: Mapping[str, Callable[..., Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return the JSON schemas, by name, of typed functions with Google docstrings."""
     from transformers.utils import get_json_schema
 
     if not functions:
         raise UserError(f"{where}: got no tool, allowed: at least one public method")
     try:
-        return [get_json_schema(_as_shown(function)) for function in functions]
+        return {name: get_json_schema(_as_shown(function)) for name, function in functions.items()}
     except Exception as error:  # transformers raises several kinds for a docstring it cannot read
         raise UserError(
             f"{where}: got {error}, allowed: functions with types and a docstring that names every argument"
@@ -158,8 +149,8 @@ async def _result(model: Model, call: Mapping[str, Any], tools: Tools) -> str:
         return json.dumps({"error": f"{type(error).__name__}: {error}"})
 
 
-def _call_reset(environment: Any, task: Task, seed: int) -> Any:
-    """Call `reset` with the fields of the task that it takes."""
+async def _reset(environment: Any, task: Task, seed: int) -> Any:
+    """Call `reset`, if there is one, with the fields of the task that it takes; return its result."""
     reset = getattr(environment, "reset", None)
     if reset is None:
         return None
@@ -168,8 +159,9 @@ def _call_reset(environment: Any, task: Task, seed: int) -> Any:
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         names = {p.name for p in parameters}
         row = {name: value for name, value in row.items() if name in names}
-    return reset(**row)
+    return await finished(reset(**row))
 
 
-async def _finish(value: Any) -> Any:
+async def finished(value: Any) -> Any:
+    """Return a value, or what it is awaited for: an environment's methods may be async."""
     return await value if inspect.isawaitable(value) else value

@@ -33,7 +33,7 @@ class KeptCalls:
     async def end_tool(self, rollout: Rollout, call_id: str, outcome: str, result: str) -> None: ...
 
 
-MakeAgent = Callable[[Any, KeptCalls], AgentLoop]  # (engine, where calls are kept) -> loop
+MakeAgent = Callable[..., AgentLoop]  # of an engine, and a recorder that keeps the calls
 
 
 class WatchedEngine:
@@ -61,7 +61,7 @@ class WatchedEngine:
 async def play(make: MakeAgent, engine: Any, groups: Sequence[list[Rollout]]) -> KeptCalls:
     """Make every rollout; each ends COMPLETED with its score, or FAILED. Raise if the engine died."""
     watched, calls = WatchedEngine(engine), KeptCalls()
-    agent = make(watched, calls)
+    agent = make(engine=watched, recorder=calls)
     size = max(len(group) for group in groups)
     places = asyncio.Semaphore(max(1, _MOST_AT_ONCE // size))
 
