@@ -32,7 +32,7 @@ srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
     launch.kind=ray \
     launch.address="$address:$port" \
     launch.wait_for_nodes_s=600 \
-    'launch.consumers={gpus=1, node_label={role="train"}}' \
-    'launch.producers={gpus=1, node_label={role="generate"}}' \
+    'launch.ray_options.consumers={num_gpus=1, label_selector={role="train"}}' \
+    'launch.ray_options.producers={num_gpus=1, label_selector={role="generate"}}' \
     launch.num_consumers=8 \
     launch.num_producers=$((8 * (${#nodes[@]} - 1)))

@@ -23,7 +23,7 @@ READ_BY_THE_TREE = {  # keys that the config itself turns into what the code rea
     "eval.top_p": "Config.eval_sampling makes a SamplingConfig of it",
     "launch.producer_kinds.count": "LaunchConfig.kind_of finds the kind of an engine by it",
     "launch.producer_kinds.engine": "Config.of_engine lays it over [engine]",
-    "launch.producer_kinds.place": "LaunchConfig.place_of lays it over [launch.producers]",
+    "launch.producer_kinds.ray_options": "LaunchConfig.engine_ray_options lays it over those of all",
 }
 
 

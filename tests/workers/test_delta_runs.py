@@ -22,8 +22,8 @@ WORDS = [
 ]
 DELTA = "sync.kind=delta"
 PLACES = [
-    "launch.consumers={node_label={place='first'}}",
-    "launch.producers={node_label={place='second'}}",
+    "launch.ray_options.consumers={label_selector={place='first'}}",
+    "launch.ray_options.producers={label_selector={place='second'}}",
 ]
 # engine-0 stands still until the other is back: the run does not end before
 LATE_ENGINE = [

@@ -22,7 +22,9 @@ from penstock.workers.ray.placement import Need, Node, bundles, check_fit  # noq
 
 pytestmark = pytest.mark.ray
 RAY = ["launch.kind=ray", "launch.num_producers=2"]
-GPUS: dict[str, object] = {"consumers": {"gpus": 1}, "producers": {"gpus": 1}}
+GPUS: dict[str, object] = {
+    "ray_options": {"consumers": {"num_gpus": 1}, "producers": {"num_gpus": 1}}
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +66,9 @@ def test_what_the_cluster_cannot_hold_is_refused_in_one_line(
     cluster: Nodes, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError) as refused:
-        run(config_of(tmp_path, "gpu", *RAY, "launch.producers.gpus=1"))
+        run(config_of(tmp_path, "gpu", *RAY, "launch.ray_options.producers.num_gpus=1"))
     line = str(refused.value)
-    assert "launch.producers: got 2 more of 1 CPU, 1 GPU than find a place" in line
+    assert "launch.ray_options.producers: got 2 more of 1 CPU, 1 GPU than find a place" in line
     assert re.search(r"allowed: what the \d nodes have: 2 CPU, 0 GPU", line)
 
 
@@ -79,11 +81,11 @@ def settings(**fields: object) -> LaunchConfig:
     [
         ({"num_producers": 3}, [{"CPU": 2}, {"CPU": 2}], True),
         ({"num_producers": 4}, [{"CPU": 2}, {"CPU": 2}], False),
-        ({"consumers": {"cpus": 3}}, [{"CPU": 2}, {"CPU": 2}], False),
+        ({"ray_options": {"consumers": {"num_cpus": 3}}}, [{"CPU": 2}, {"CPU": 2}], False),
         (GPUS, [{"CPU": 8, "GPU": 1}], False),
         ({**GPUS, "colocate": True}, [{"CPU": 8, "GPU": 1}], True),
         (
-            {"consumers": {"gpus": 0.5}, "producers": {"gpus": 0.5}},
+            {"ray_options": {"consumers": {"num_gpus": 0.5}, "producers": {"num_gpus": 0.5}}},
             [{"CPU": 8, "GPU": 1}],
             True,
         ),
@@ -94,7 +96,9 @@ def test_fit(fields: dict, nodes: list, fits: bool) -> None:
     if fits:
         check_fit(settings(**fields), there, Need(resources={}))
     else:
-        with pytest.raises(UserError, match=r"launch\.(producers|consumers): got 1 more of"):
+        with pytest.raises(
+            UserError, match=r"launch\.ray_options\.(producers|consumers): got 1 more of"
+        ):
             check_fit(settings(**fields), there, Need(resources={}))
 
 

@@ -91,7 +91,11 @@ def test_of_two_that_lost_their_nodes_each_takes_the_first_place_there_is(cluste
             if len(notes) == 2:
                 both_wait.set()
 
-        settings = {"kind": "ray", "num_producers": 2, "producers": {"gpus": 1}}
+        settings = {
+            "kind": "ray",
+            "num_producers": 2,
+            "ray_options": {"producers": {"num_gpus": 1}},
+        }
         placement = Placement(LaunchConfig.model_validate(settings), False, note)
         await placement.reserve()
         slots = list(placement.producers)
@@ -131,7 +135,7 @@ def test_ranks_of_one_group_move_together_when_one_loses_its_node(cluster: Nodes
 
     async def play() -> None:
         kept, lost = [cluster.join(1, num_gpus=1) for _ in range(2)]
-        placement = placement_of(notes, num_consumers=2, consumers={"gpus": 1})
+        placement = placement_of(notes, num_consumers=2, ray_options={"consumers": {"num_gpus": 1}})
         await placement.reserve()
         slots, names = placement.consumers, ["trainer-0", "trainer-1"]
         assert {await slot.node() for slot in slots} == {kept, lost}
@@ -232,7 +236,7 @@ def test_what_fails_on_a_node_that_is_there_is_a_failure(cluster: Nodes) -> None
 
 def test_one_more_engine_than_any_node_could_hold_is_refused_at_once(cluster: Nodes) -> None:
     notes: list[str] = []
-    placement = placement_of(notes, producers={"gpus": 1})
+    placement = placement_of(notes, ray_options={"producers": {"num_gpus": 1}})
     with pytest.raises(UserError, match="engine-9: got 1 CPU, 1 GPU, allowed: what the nodes have"):
         placement.take("engine-9", 9)
     assert notes == []

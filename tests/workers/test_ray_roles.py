@@ -22,10 +22,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 ROLES = [
     "launch.kind=ray",
     "launch.num_producers=2",
-    "launch.producers={node_label={role='generate'}, gpus=0.5, accelerator='H100'}",
-    "launch.producer_kinds=[{place={node_label={role='slow'}, gpus=0, accelerator=''}, engine={max_slots=2}}]",
-    "launch.consumers={resources={trains=1}}",
-    "launch.agents={node_label={role='in(slow,other)'}, cpus=0.5}",
+    "launch.ray_options.producers={label_selector={role='generate'}, num_gpus=0.5, accelerator_type='H100'}",
+    "launch.producer_kinds=[{ray_options={label_selector={role='slow'}, num_gpus=0, accelerator_type=''}, "
+    "engine={max_slots=2}}]",
+    "launch.ray_options.consumers={resources={trains=1}}",
+    "launch.ray_options.agents={label_selector={role='in(slow,other)'}, num_cpus=0.5}",
     "tasks.train.agent_actors=1",
 ]
 
@@ -71,10 +72,17 @@ def test_a_run_puts_every_role_onto_its_node(places: dict[str, str], tmp_path: P
 
 def test_what_no_node_has_is_refused_in_one_line(places: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
-        run(config_of(tmp_path, "refused", *ROLES, "launch.consumers.node_label={rack='7'}"))
+        run(
+            config_of(
+                tmp_path,
+                "refused",
+                *ROLES,
+                "launch.ray_options.consumers.label_selector={rack='7'}",
+            )
+        )
     line = str(refused.value)
     assert line.startswith(
-        "launch.consumers: got 1 more of 1 CPU, 0 GPU, 1 trains, rack=7 than find a place, "
+        "launch.ray_options.consumers: got 1 more of 1 CPU, 0 GPU, 1 trains, rack=7 than find a place, "
         "allowed: what the 4 nodes have: "
     )
     assert "1 CPU, 1 GPU, H100, role=generate" in line
@@ -84,8 +92,8 @@ def test_what_no_node_has_is_refused_in_one_line(places: dict[str, str], tmp_pat
 def test_nodes_that_an_autoscaler_adds_are_waited_for_by_setting(cluster: Nodes) -> None:
     notes: list[str] = []
     joined: list[str] = []
-    late = {"node_label": {"role": "late"}}
-    settings = {"kind": "ray", "producers": late, "consumers": {"cpus": 0}}
+    late = {"label_selector": {"role": "late"}}
+    settings = {"kind": "ray", "ray_options": {"producers": late, "consumers": {"num_cpus": 0}}}
 
     async def play(wait_s: float) -> str:
         added = LaunchConfig.model_validate({**settings, "wait_for_nodes_s": wait_s})
@@ -102,7 +110,9 @@ def test_nodes_that_an_autoscaler_adds_are_waited_for_by_setting(cluster: Nodes)
         finally:
             placement.release()
 
-    missing = "launch.producers: got 1 more of 1 CPU, 0 GPU, role=late than find a place"
+    missing = (
+        "launch.ray_options.producers: got 1 more of 1 CPU, 0 GPU, role=late than find a place"
+    )
     with pytest.raises(UserError, match=missing):
         asyncio.run(play(0))
     assert notes == []
@@ -123,7 +133,9 @@ def test_labels_match_as_ray_matches_them(wanted: str, matches: bool) -> None:
 
 def test_a_bundle_that_only_one_node_can_hold_is_placed_first() -> None:
     nodes = [Node(left={"CPU": 1.0}, labels={"role": "b"}), Node(left={"CPU": 1.0}, labels={})]
-    asked = LaunchConfig.model_validate({"kind": "ray", "producers": {"node_label": {"role": "b"}}})
+    asked = LaunchConfig.model_validate(
+        {"kind": "ray", "ray_options": {"producers": {"label_selector": {"role": "b"}}}}
+    )
     check_fit(asked, nodes, Need(resources={}))
-    with pytest.raises(UserError, match=r"launch\.agents: got 2 more of 1 CPU"):
+    with pytest.raises(UserError, match=r"launch\.ray_options\.agents: got 2 more of 1 CPU"):
         check_fit(asked, nodes, Need(resources={"CPU": 1.0}), 2)

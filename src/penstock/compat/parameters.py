@@ -140,8 +140,8 @@ SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "wandb_group_name": ("run.group", _same),
     "ray_address": ("launch.address", _same),
     "gloo_timeout": ("watchdog.stall_s", _same),
-    "gpus_per_producer": ("launch.producers.gpus", _same),
-    "gpus_per_consumer": ("launch.consumers.gpus", _same),
+    "gpus_per_producer": ("launch.ray_options.producers.num_gpus", _same),
+    "gpus_per_consumer": ("launch.ray_options.consumers.num_gpus", _same),
     "colocate": ("launch.colocate", _same),
     "seed": ("seed", _same),
 }

@@ -7,7 +7,7 @@ where it acts. Nothing here builds a part or imports torch.
 
 from __future__ import annotations
 
-from penstock.config.launching import LaunchConfig, RoleConfig
+from penstock.config.launching import LaunchConfig, RayOptions
 from penstock.config.producing import AnnealConfig, ProduceConfig, ProduceSettings, SamplingConfig
 from penstock.config.section import Section
 from penstock.config.tree import (
@@ -48,8 +48,8 @@ __all__ = [
     "ProduceConfig",
     "ProduceSettings",
     "PtxConfig",
+    "RayOptions",
     "RewardConfig",
-    "RoleConfig",
     "RunConfig",
     "SamplingConfig",
     "Section",

@@ -50,12 +50,12 @@ def doubts(config: Config) -> list[str]:
 def _places(launch: LaunchConfig) -> Iterator[str]:
     """Yield the keys that only a Ray cluster reads and that are set."""
     default = LaunchConfig()
-    for key in ("producers", "consumers", "agents", "address", "wait_for_nodes_s"):
+    for key in ("ray_options", "address", "wait_for_nodes_s"):
         if getattr(launch, key) != getattr(default, key):
             yield f"launch.{key}"
     for number, kind in enumerate(launch.producer_kinds):
-        if kind.place:
-            yield f"launch.producer_kinds[{number}].place"
+        if kind.ray_options:
+            yield f"launch.producer_kinds[{number}].ray_options"
 
 
 def _generates_during_updates(produce: ProduceConfig) -> bool:

@@ -1,7 +1,7 @@
 """[launch]: how many workers a run has, where they run and how often they are restarted.
 
-The tables of roles (`producers`, `consumers`, `agents`) say what one actor of that role needs of a Ray
-cluster; `workers/ray/placement.py` finds the nodes.
+`ray_options` says what one actor of a role needs of a Ray cluster; `workers/ray/placement.py` finds the
+nodes.
 """
 
 from __future__ import annotations
@@ -16,50 +16,42 @@ from penstock.config.section import Section, first_mistake
 _LABEL = r"[\w.-]+"
 _LABELS = re.compile(rf"!?({_LABEL}|in\(\s*{_LABEL}(\s*,\s*{_LABEL})*\s*\))")  # as Ray reads them
 
+Role = Literal["producers", "consumers", "agents"]
 
-class RoleConfig(Section):
-    """What one actor needs, with launch.kind = "ray"."""
 
-    cpus: float = Field(1, ge=0)
+class RayOptions(Section):
+    """What one actor needs of its node, by Ray's own names."""
+
+    num_cpus: float = Field(1, ge=0)
     """CPUs reserved for each."""
-    gpus: float = Field(0, ge=0)
+    num_gpus: float = Field(0, ge=0)
     """GPUs reserved for each; 0.5 lets two share a GPU."""
-    accelerator: str = ""
+    accelerator_type: str = ""
     """Type of the GPU as Ray names it, such as H100 or A100-80G; empty: any."""
-    node_label: dict[str, str] = {}
+    label_selector: dict[str, str] = {}
     """Labels that the node must have (`ray start --labels`); a value may be "a", "!a", "in(a,b)" or "!in(a,b)"."""
     resources: dict[str, float] = {}
     """Custom resources reserved for each (`ray start --resources`)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.gpus > 1 and self.gpus % 1:
-            raise ValueError(f"gpus got {self.gpus:g}, allowed: a part of one GPU, or whole GPUs")
+        if self.num_gpus > 1 and self.num_gpus % 1:
+            raise ValueError(
+                f"num_gpus got {self.num_gpus:g}, allowed: a part of one GPU, or whole GPUs"
+            )
         for name, value in self.resources.items():
             if name in ("CPU", "GPU") or value <= 0:
                 raise ValueError(
-                    f"resources got {name} = {value:g}, allowed: custom resources above 0; cpus and "
-                    "gpus are keys of their own"
+                    f"resources got {name} = {value:g}, allowed: custom resources above 0; num_cpus "
+                    "and num_gpus are keys of their own"
                 )
-        for name, label in self.node_label.items():
+        for name, label in self.label_selector.items():
             if not _LABELS.fullmatch(label):
                 raise ValueError(
-                    f"node_label got {name} = {label!r}, allowed: values such as 'a', '!a', "
+                    f"label_selector got {name} = {label!r}, allowed: values such as 'a', '!a', "
                     "'in(a,b)' or '!in(a,b)'"
                 )
         return self
-
-
-class ProducersConfig(RoleConfig):
-    """Engines."""
-
-
-class ConsumersConfig(RoleConfig):
-    """Trainer ranks."""
-
-
-class AgentsConfig(RoleConfig):
-    """Actors of tasks.NAME.agent_actors: agent loops, and the rewards of their tasks."""
 
 
 class ProducerKindConfig(Section):
@@ -67,8 +59,8 @@ class ProducerKindConfig(Section):
     """Engines of this kind; the first kind is engine-0 and those after it."""
     engine: dict[str, Any] = {}
     """Fields of [engine] that differ for this kind."""
-    place: dict[str, Any] = {}
-    """Fields of [launch.producers] that differ for this kind."""
+    ray_options: dict[str, Any] = {}
+    """Fields of [launch.ray_options.producers] that differ for this kind."""
 
 
 class LaunchConfig(Section):
@@ -80,14 +72,11 @@ class LaunchConfig(Section):
     """Engine workers."""
     num_consumers: int = Field(1, ge=1)
     """Trainer ranks."""
-    producers: ProducersConfig = ProducersConfig()
-    """With kind ray: what each engine needs of its node."""
-    consumers: ConsumersConfig = ConsumersConfig()
-    """With kind ray: what each trainer rank needs of its node."""
-    agents: AgentsConfig = AgentsConfig()
-    """With kind ray: what each actor of tasks.NAME.agent_actors needs of its node."""
+    ray_options: dict[Role, RayOptions] = {}
+    """With kind ray: what each engine (producers), trainer rank (consumers) and actor of tasks.NAME.agent_actors (agents)
+    needs of its node: { producers = { num_gpus = 1 } }."""
     producer_kinds: list[ProducerKindConfig] = []
-    """Engines that differ from [engine] and [launch.producers]; num_producers counts them too."""
+    """Engines that differ from [engine] and [launch.ray_options.producers]; num_producers counts them too."""
     wait_for_nodes_s: float = Field(0, ge=0)
     """With kind ray: how long to wait for nodes that the cluster lacks (an autoscaler adds them); 0: refuse at once."""
     colocate: bool = False
@@ -100,7 +89,7 @@ class LaunchConfig(Section):
     """Wait before a worker's second restart within ten minutes; doubles with each further restart."""
 
     def kind_of(self, number: int) -> ProducerKindConfig | None:
-        """The kind of an engine; None: it is as [engine] and [launch.producers] say."""
+        """The kind of an engine; None: it is as [engine] and [launch.ray_options.producers] say."""
         return self.kind_and_position(number)[0]
 
     def kind_and_position(self, number: int) -> tuple[ProducerKindConfig | None, int]:
@@ -111,10 +100,14 @@ class LaunchConfig(Section):
             number -= kind.count
         return None, number
 
-    def place_of(self, number: int) -> ProducersConfig:
-        """Return what one engine needs of its node."""
-        kind = self.kind_of(number)
-        return self.producers if kind is None else _over(self.producers, kind.place)
+    def ray_options_of(self, role: Role) -> RayOptions:
+        """What each actor of a role needs of its node."""
+        return self.ray_options.get(role, RayOptions())
+
+    def engine_ray_options(self, number: int) -> RayOptions:
+        """What one engine needs of its node."""
+        kind, common = self.kind_of(number), self.ray_options_of("producers")
+        return common if kind is None else _over(common, kind.ray_options)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -123,25 +116,26 @@ class LaunchConfig(Section):
             raise ValueError(
                 f"producer_kinds got {count} engines, allowed: at most num_producers = {self.num_producers}"
             )
-        places = [self.producers]
+        common = self.ray_options_of("producers")
+        options = [common]
         for place, kind in enumerate(self.producer_kinds):
             try:
-                places.append(_over(self.producers, kind.place))
+                options.append(_over(common, kind.ray_options))
             except ValidationError as error:
-                where = f"producer_kinds[{place}].place"
-                raise ValueError(first_mistake(error, ProducersConfig, where)) from None
-        allowed = (_where(self.consumers), _where(RoleConfig()))
-        if self.colocate and any(_where(place) not in allowed for place in places):
+                where = f"producer_kinds[{place}].ray_options"
+                raise ValueError(first_mistake(error, RayOptions, where)) from None
+        allowed = (_where(self.ray_options_of("consumers")), _where(RayOptions()))
+        if self.colocate and any(_where(option) not in allowed for option in options):
             raise ValueError(
-                "producers got a place with colocate, allowed: node_label, accelerator and resources "
-                "of launch.consumers, which the engines share"
+                "ray_options.producers got a place with colocate, allowed: label_selector, "
+                "accelerator_type and resources of launch.ray_options.consumers, which the engines share"
             )
         return self
 
 
-def _over(base: ProducersConfig, fields: dict[str, Any]) -> ProducersConfig:
-    return ProducersConfig.model_validate({**base.model_dump(), **fields})
+def _over(base: RayOptions, fields: dict[str, Any]) -> RayOptions:
+    return RayOptions.model_validate({**base.model_dump(), **fields})
 
 
-def _where(role: RoleConfig) -> tuple[Any, ...]:
-    return role.accelerator, role.node_label, role.resources
+def _where(options: RayOptions) -> tuple[Any, ...]:
+    return options.accelerator_type, options.label_selector, options.resources

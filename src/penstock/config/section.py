@@ -44,7 +44,10 @@ class Section(BaseModel):
 
 def key_of(error: ErrorDetails) -> str:
     """Return the dotted key that the error is about, such as `launch.producer_kinds[0].count`."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
+    path = (
+        part for part in error["loc"] if part != "[key]"
+    )  # pydantic's mark of a key that is wrong
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return "".join(parts).removeprefix(".")
 
 

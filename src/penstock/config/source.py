@@ -158,11 +158,11 @@ def _explain(error: ErrorDetails, tree: type[BaseModel]) -> str:
 
 
 def _unknown_key(key: str, value: Any, tree: type[BaseModel]) -> str:
+    if tree is Config and (answer := removed_key(key)):
+        return answer
     valid = list(valid_keys(tree))
     if isinstance(value, dict) and len(value) == 1:  # a table that is not known, with one key
         key = f"{key}.{next(_leaves(value))[0]}"
-    if tree is Config and (answer := removed_key(key)):
-        return answer
     near = nearest_key(key, valid, with_foreign=tree is Config)
     hint = f"; did you mean {near}?" if near else ""
     words = "a key that `penstock config` lists" if tree is Config else ", ".join(valid)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
+_RAY_NAMES = "by Ray's own names: num_cpus, num_gpus, accelerator_type, label_selector, resources"
 # Keys that were removed (`*` stands for any text), and what to do instead.
 REMOVED = {
     "*produce.failure_window": "leave it out: max_failure_share is taken over the last 32 attempts",
@@ -14,6 +16,10 @@ REMOVED = {
     "train.max_bad_updates": "leave it out: the run stops after 3 skipped updates in a row",
     "launch.restart_window_s": "leave it out: launch.max_restarts counts over the last 600 s",
     "sync.backend": "leave it out: weights go from node to node over TCP",
+    "launch.producers": f"write launch.ray_options.producers, {_RAY_NAMES}",
+    "launch.consumers": f"write launch.ray_options.consumers, {_RAY_NAMES}",
+    "launch.agents": f"write launch.ray_options.agents, {_RAY_NAMES}",
+    "launch.producer_kinds.place": f"write ray_options in its place, {_RAY_NAMES}",
     "track.rollouts_per_log": "leave it out: 4 groups are written each time; `penstock rollouts` shows all",
 }
 # Words of TRL's and verl's settings, and the key that means the same here.
@@ -114,7 +120,8 @@ FOREIGN = {
 
 def removed_key(key: str) -> str:
     """Say what to do instead of a key that was removed; empty if it was not."""
-    advice = (advice for pattern, advice in REMOVED.items() if fnmatchcase(key, pattern))
+    name = re.sub(r"\[\d+\]", "", key)  # of a list, whichever of its tables
+    advice = (advice for pattern, advice in REMOVED.items() if fnmatchcase(name, pattern))
     return next((f"{key}: this key was removed; {text}" for text in advice), "")
 
 

@@ -437,6 +437,8 @@ def check_key(key: str) -> None:
             parts = parts[: named + 2]
         if overlay in (["sampling"], ["produce"]) and len(parts) > named + 2:
             parts = parts[named + 1 :]
+    if parts[:2] == ["launch", "ray_options"]:
+        parts[2:3] = ["NAME"] if len(parts) > 3 else []
     if "options" in parts[:-1]:
         at = parts.index("options")
         known = engine_options() if parts[0] == "engine" else reward_options(*REWARDS)

@@ -34,14 +34,14 @@ def test_the_manifest_is_a_job_whose_config_finds_its_nodes(tmp_path: Path) -> N
     launch = load_config(tmp_path / "my.toml", command[3:]).config.launch
     groups = {one["groupName"]: one for one in job["rayClusterSpec"]["workerGroupSpecs"]}
     for role, count in (
-        (launch.consumers, launch.num_consumers),
-        (launch.producers, launch.num_producers),
+        (launch.ray_options["consumers"], launch.num_consumers),
+        (launch.ray_options["producers"], launch.num_producers),
     ):
-        group = groups[role.node_label["role"]]
-        assert group["rayStartParams"]["labels"] == f"role={role.node_label['role']}"
+        group = groups[role.label_selector["role"]]
+        assert group["rayStartParams"]["labels"] == f"role={role.label_selector['role']}"
         (pod,) = group["template"]["spec"]["containers"]
         gpus = int(pod["resources"]["limits"]["nvidia.com/gpu"])
-        assert gpus * group["maxReplicas"] == role.gpus * count
+        assert gpus * group["maxReplicas"] == role.num_gpus * count
         assert "/dev/shm" in {one["mountPath"] for one in pod["volumeMounts"]}
     head = job["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
     volumes = {one["name"]: one for one in head["volumes"]}
@@ -73,7 +73,7 @@ def test_the_slurm_script_starts_ray_on_every_node_and_the_command_on_the_first(
     assert words[:3] == ["train", "my.toml", "run.name=first"]
     launch = load_config(None, ["train.groups_per_step=8", *words[3:]]).config.launch
     assert (launch.address, launch.num_producers) == ("10.0.0.1:20007", 16)
-    assert launch.producers.node_label == {"role": "generate"}
+    assert launch.ray_options["producers"].label_selector == {"role": "generate"}
 
 
 @contextmanager

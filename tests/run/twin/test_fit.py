@@ -185,7 +185,7 @@ def test_the_command_simulates_engines_of_different_speeds(
         json.dumps({**_SMALL, "groups": [seen], "decode": engine, "train": train})
     )
     Path("c.toml").write_text(
-        "[launch]\nnum_producers = 4\n[[launch.producer_kinds]]\ncount = 3\nplace = {accelerator = 'L4'}\n"
+        "[launch]\nnum_producers = 4\n[[launch.producer_kinds]]\ncount = 3\nray_options = {accelerator_type = 'L4'}\n"
         "[train]\ngroups_per_step = 64\nsteps = 10\n[sampling]\nnum_generations = 2\nmax_tokens = 64\n"
         "[produce]\nmax_staleness = 2\n[engine]\nmax_slots = 8\n[eval]\ntasks = {}\n"
     )
@@ -209,7 +209,7 @@ def test_the_speed_of_each_kind_is_read_out_of_a_run_that_has_several(tmp_path: 
     slow = ENGINE.at_speed(0.25)
     make_timeline(folder, slow, ENGINE)  # engine-0 is of the kind
     with (folder.path / "config.toml").open("a") as config:
-        config.write("\n[[launch.producer_kinds]]\nplace = {accelerator = 'L4'}\n")
+        config.write("\n[[launch.producer_kinds]]\nray_options = {accelerator_type = 'L4'}\n")
     text = (folder.path / "config.toml").read_text()
     text = text.replace("producer_kinds = []\n", "").replace(
         "num_producers = 1", "num_producers = 2"

@@ -53,7 +53,7 @@ class Load:
             engines = places.count(places[index % len(places)])
             trainers = {0} if one_device else {rank % gpus for rank in range(launch.num_consumers)}
             beside = not launch.colocate and places[index % len(places)] in trainers
-        share = launch.place_of(index).gpus
+        share = launch.engine_ray_options(index).num_gpus
         if launch.kind == "ray" and 0 < share < 1:
             engines = round(1 / share)
         return cls(

@@ -130,7 +130,7 @@ class Profile:
 
 def kind_name(kind: ProducerKindConfig) -> str:
     """What tells one of launch.producer_kinds from another, in any config."""
-    return json.dumps({"engine": kind.engine, "place": kind.place}, sort_keys=True)
+    return json.dumps({"engine": kind.engine, "ray_options": kind.ray_options}, sort_keys=True)
 
 
 def assumed(config: Config) -> Profile:

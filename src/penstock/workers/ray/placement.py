@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from penstock.config import LaunchConfig, RoleConfig
+from penstock.config import LaunchConfig, RayOptions
 from penstock.errors import RunError, UserError
 from penstock.workers.supervise.supervised import Supervised
 
@@ -41,14 +41,16 @@ class Need:
     labels: Labels = field(default_factory=dict)
 
     @classmethod
-    def of(cls, role: RoleConfig, *, cpus: float | None = None, gpus: float | None = None) -> Need:
+    def of(
+        cls, options: RayOptions, *, cpus: float | None = None, gpus: float | None = None
+    ) -> Need:
         """Return what a role asks, with other CPUs or GPUs if given."""
-        gpus = role.gpus if gpus is None else gpus
-        resources = {"CPU": role.cpus if cpus is None else cpus}
+        gpus = options.num_gpus if gpus is None else gpus
+        resources = {"CPU": options.num_cpus if cpus is None else cpus}
         resources |= {"GPU": gpus} if gpus else {}
-        if role.accelerator:
-            resources[f"{_ACCELERATOR}{role.accelerator}"] = _TRACE
-        return cls(resources=resources | role.resources, labels=role.node_label)
+        if options.accelerator_type:
+            resources[f"{_ACCELERATOR}{options.accelerator_type}"] = _TRACE
+        return cls(resources=resources | options.resources, labels=options.label_selector)
 
     def fits(self, node: Node) -> bool:
         """Return whether a node has the labels and, in what is left of it, the resources."""
@@ -76,17 +78,18 @@ class Node:
 
 def bundles(settings: LaunchConfig) -> tuple[list[Need], list[Need]]:
     """Return the bundles of consumers and of producers; if colocated, the first list holds all."""
-    consumers = [Need.of(settings.consumers)] * settings.num_consumers
-    places = [settings.place_of(number) for number in range(settings.num_producers)]
+    rank = settings.ray_options_of("consumers")
+    consumers = [Need.of(rank)] * settings.num_consumers
+    places = [settings.engine_ray_options(number) for number in range(settings.num_producers)]
     if not settings.colocate:
         return consumers, [Need.of(place) for place in places]
     shared = []
     for number in range(max(len(consumers), len(places))):
-        cpus = settings.consumers.cpus if number < len(consumers) else 0.0
-        gpus = settings.consumers.gpus
+        cpus = rank.num_cpus if number < len(consumers) else 0.0
+        gpus = rank.num_gpus
         if number < len(places):
-            cpus, gpus = cpus + places[number].cpus, max(gpus, places[number].gpus)
-        shared.append(Need.of(settings.consumers, cpus=cpus, gpus=gpus))
+            cpus, gpus = cpus + places[number].num_cpus, max(gpus, places[number].num_gpus)
+        shared.append(Need.of(rank, cpus=cpus, gpus=gpus))
     return shared, []
 
 
@@ -97,9 +100,9 @@ def check_fit(settings: LaunchConfig, nodes: list[Node], agents: Need, num_agent
     """
     left = [Node(left=dict(node.left), labels=node.labels) for node in nodes]
     packed, spread = bundles(settings)
-    asked = [("launch.consumers", need) for need in packed]
-    asked += [("launch.producers", need) for need in spread]
-    asked += [("launch.agents", agents)] * num_agents
+    asked = [("launch.ray_options.consumers", need) for need in packed]
+    asked += [("launch.ray_options.producers", need) for need in spread]
+    asked += [("launch.ray_options.agents", agents)] * num_agents
     could = {str(need): sum(need.fits(node) for node in nodes) for _, need in asked}
     asked.sort(key=lambda one: (could[str(one[1])], *_by_free_resources(one[1].resources)))
     while asked:
@@ -231,7 +234,7 @@ class PlacementSlot:
     number: int
     cpus: float
     gpus: float
-    place: RoleConfig | None = None  # what its producer asks; None: any producer may take it
+    place: RayOptions | None = None  # what its producer asks; None: any producer may take it
     is_extra: bool = False  # returned to the cluster when its worker is drained
     worker: Supervised | None = None
     has_served: bool = False  # an actor in this slot has served
@@ -304,15 +307,15 @@ class Placement:
         packed_group = self._add(Reservation(packed, "PACK", is_shared=settings.colocate))
         await packed_group.ready()
         share = 2 if settings.colocate else 1  # two actors see the same device
-        own = settings.consumers
-        places = [settings.place_of(number) for number in range(settings.num_producers)]
+        rank = settings.ray_options_of("consumers")
+        places = [settings.engine_ray_options(number) for number in range(settings.num_producers)]
         self.consumers = [
-            PlacementSlot(packed_group, number, own.cpus, own.gpus / share)
+            PlacementSlot(packed_group, number, rank.num_cpus, rank.num_gpus / share)
             for number in range(settings.num_consumers)
         ]
         if settings.colocate:
             self.producers = [
-                PlacementSlot(packed_group, n, place.cpus, place.gpus / share, place)
+                PlacementSlot(packed_group, n, place.num_cpus, place.num_gpus / share, place)
                 for n, place in enumerate(places)
             ]
             return
@@ -324,7 +327,7 @@ class Placement:
         ]
         await asyncio.gather(*(one.ready() for one in groups))
         self.producers = [
-            PlacementSlot(group, 0, place.cpus, place.gpus, place)
+            PlacementSlot(group, 0, place.num_cpus, place.num_gpus, place)
             for group, place in zip(groups, places, strict=True)
         ]
 
@@ -334,7 +337,7 @@ class Placement:
 
     def take(self, name: str, number: int) -> PlacementSlot:
         """Return the slot of a producer that was drained or given up and asked the same, else a new slot."""
-        place = self._settings.place_of(number)
+        place = self._settings.engine_ray_options(number)
         for slot in self.producers:
             if slot.is_free and slot.place in (None, place):
                 slot.worker, slot.has_served = None, False
@@ -343,18 +346,18 @@ class Placement:
         self._check_extra(name, asked)
         is_counted = any(asked.resources.values()) or asked.labels
         reservation = self._add(Reservation([asked], "SPREAD")) if is_counted else None
-        cpus, gpus = asked.resources["CPU"], place.gpus
+        cpus, gpus = asked.resources["CPU"], place.num_gpus
         slot = PlacementSlot(reservation, 0, cpus, gpus, place=place, is_extra=True)
         self.producers.append(slot)
         return slot
 
     def agent_options(self) -> Options:
         """Return the options of an actor that runs an agent loop; it takes no slot."""
-        need, role = self._agent_need(), self._settings.agents
+        need, options = self._agent_need(), self._settings.ray_options_of("agents")
         custom = {key: value for key, value in need.resources.items() if key not in ("CPU", "GPU")}
         return {
             "num_cpus": need.resources["CPU"],
-            "num_gpus": role.gpus,
+            "num_gpus": options.num_gpus,
             "resources": custom,
             **({"label_selector": need.labels} if need.labels else {}),
             "scheduling_strategy": "SPREAD",
@@ -362,7 +365,7 @@ class Placement:
 
     def _agent_need(self) -> Need:
         """Return what an agent actor asks; no CPUs in a cluster of this run, where they are only counted."""
-        return Need.of(self._settings.agents, cpus=0.0 if self._ours else None)
+        return Need.of(self._settings.ray_options_of("agents"), cpus=0.0 if self._ours else None)
 
     def _check_extra(self, name: str, asked: Need) -> None:
         """Raise if no node could ever hold the bundle; tell the user if none can hold it now."""
