@@ -31,6 +31,11 @@ IN_LINE = [
     ("0", "-0", True),
     ("0", "0.0", True),
     ("1000000", "1000001", False),
+    ("20261117", "20261118.000000", False),  # places that the answer writes allow no gap
+    ("123456789", "123456700.000000", False),
+    ("123456.5", "123456.6000000", False),
+    ("0.333333", "0.3333333", True),
+    ("1/3", "0.333333", True),
     ("123456789012345678901", "123456789012345678901", True),
     ("123456789012345678901", "123456789012345678902", False),
     # delimiters
@@ -310,6 +315,16 @@ def test_boxed_answer(text: str, answer: str | None) -> None:
 def test_python_block(text: str, block: str | None) -> None:
     found = python_block(text)
     assert (found.answer, found.format_ok) == (block, block is not None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["~" * 200_000 + "`", "```" + "x" * 200_000 + "`", "\\" * 200_000, "\\boxed" + " " * 200_000],
+)
+def test_no_text_takes_more_than_linear_time(text: str) -> None:
+    """With a repeat that backtracks, each of these takes minutes or hours."""
+    assert python_block(text).answer is None
+    assert boxed_answer(text).answer is None
 
 
 def test_tag_names_are_free() -> None:

@@ -26,7 +26,7 @@ def workers() -> list[int]:
     return [
         pid
         for pid in own_children()
-        if b"penstock.reward.math_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"penstock.reward.math_pool" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 

@@ -14,8 +14,7 @@ import pytest
 from penstock.config import RewardConfig
 from penstock.errors import RewardError
 from penstock.reward import VerifiableReward, build_reward
-from penstock.reward.reward_model import RewardModel
-from penstock.reward.reward_model_worker import Scorer
+from penstock.reward.reward_model import RewardModel, Scorer
 from penstock.types import Score
 from stages.own_children import own_children
 from stages.reward_samples import prompt, rollout, tagged
@@ -116,7 +115,7 @@ def test_a_process_that_dies_fails_its_batch_and_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program without a model takes the place of the worker's, which takes seconds to start."""
-    program = tmp_path / "reward_model_worker.py"
+    program = tmp_path / "stand_in_model.py"
     program.write_text(STAND_IN)
     monkeypatch.setattr(RewardModel, "_command", lambda self: [sys.executable, str(program)])
 
@@ -138,7 +137,7 @@ def test_a_process_that_dies_fails_its_batch_and_comes_back(
 
 def _kill_the_model() -> None:
     for pid in own_children():
-        if b"reward_model_worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"stand_in_model" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
 
 

@@ -1,14 +1,17 @@
-"""Decides within microseconds, without a worker, whether an answer equals the right one.
+"""Whether an answer equals the right one, decided within microseconds and without a worker.
 
-Text and plain numbers are compared here; a pair that needs algebra gives None and goes to the
-symbolic comparison (`math_pool.py`). Texts past a limit are never parsed, so no call takes long.
+Text and plain numbers are compared here. A number is read with the signs around it: digits of any script,
+thousands separators, fractions, powers of ten, percent, currency and units. A pair that needs algebra gives
+None and goes to the symbolic comparison (`math_pool.py`). Texts past a limit are never parsed, so no call
+takes long.
 """
 
 from __future__ import annotations
 
 import re
-
-from penstock.reward.quantity import clean, read_quantity, same_quantity
+import unicodedata
+from dataclasses import dataclass
+from fractions import Fraction
 
 MAX_ANSWER_CHARS = 1000  # a longer answer is right only if it is the same text
 
@@ -73,3 +76,203 @@ def _decide_text(gold: str, answer: str) -> bool | None:
     if len(gold) > 1 and gold.isalpha() and gold.casefold() == answer.casefold():
         return True
     return None
+
+
+# -- numbers -------------------------------------------------------------------------------------
+
+MAX_NUMBER_CHARS = 200  # longer numbers are compared as text: Python is slow or refuses
+CLOSE = Fraction(1, 10**6)  # relative gap of an answer that is rounded to six places or more
+
+_WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+_SPACING = re.compile(r"\\[,;:! ]|\\quad|\\qquad|~|\\(?:left|right|displaystyle)(?![a-zA-Z])")
+_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_MINUS = str.maketrans({"−": "-", "–": "-", "﹣": "-", "⁄": "/", "×": "*", "⋅": "*"})
+_CURRENCY = re.compile(r"\\?[$€£¥₹]|(?<![a-zA-Z])(?:USD|EUR|GBP)(?![a-zA-Z])")
+_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")
+_POWER = re.compile(r"\s*(?:\*|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*(?:\{([+-]?\d+)\}|([+-]?\d+))$")
+_GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:(?:,|\{,\})\d{3})+|(?: \d{3})+)(?![\d/])")
+_NUMBER = re.compile(r"(?P<sign>[+-]?)\s*(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)")
+_RATIO = re.compile(r"(?P<sign>[+-]?)\s*(?:(?P<whole>\d+) )?(?P<top>\d+)\s*/\s*(?P<bottom>\d+)")
+_UNIT = re.compile(
+    r"(?:[^\W\d_]+\.?)(?:[ /·-]+[^\W\d_]+\.?)*|°\s?[cfk]?|\^\\circ|\^\{\\circ\}|\\degree"
+)
+_UNIT_POWER = re.compile(r"(?<=[a-z])\s*\^?\{?([23])\}?$")
+_SIGN_GAP = re.compile(r"^([+-]) ")
+_SUBJECT = re.compile(r"^[a-zA-Z]\w{0,2}\s*=(?!=)\s*")
+_DEGREES = frozenset({"°", r"^\circ", r"^{\circ}", r"\degree", "degree", "degrees", "deg"})
+_SCALES = {
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "dozen": 12,
+}
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_NOT_UNITS = _words(
+    "and or over times plus minus divided by mod squared cubed factorial sqrt root sin cos tan cot "
+    "sec csc log ln exp pi tau phi inf infinity infty gcd lcm min max choose percent half third "
+    "quarter pm approx about to"
+)
+_SHORT_UNITS = _words(
+    "cm mm km nm um ft in yd mi kg mg lb oz ml cl dl kl hr min sec ms mph kph kmh km/h m/s mi/h am "
+    "pm kw kwh hz khz mhz ghz kb mb gb tb pa kpa mol rad deg pts pt"
+)
+
+
+@dataclass(slots=True, frozen=True)
+class Quantity:
+    """A number and the signs that stood around it."""
+
+    value: Fraction
+    decimals: int = 0  # places written after the point
+    percent: bool = False
+    unit: str = ""  # casefolded, singular; empty: none was written
+
+
+def clean(text: str) -> str:
+    """Return the answer without marks that carry no meaning: math delimiters, spacing, a final stop."""
+    text = unicodedata.normalize("NFKC", text).translate(_MINUS).strip()
+    text = _strip_wrappers(text)
+    text = _SPACING.sub(" ", text)
+    if text.endswith(".") and not text.endswith(".."):
+        text = text[:-1].rstrip()
+    return _strip_wrappers(text.strip())
+
+
+def _strip_wrappers(text: str) -> str:
+    changed = True
+    while changed:
+        changed = False
+        for opening, closing in _WRAPPERS:
+            if (
+                text.startswith(opening)
+                and text.endswith(closing)
+                and len(text) >= len(opening) + len(closing)
+                and not text.endswith("\\" + closing)
+            ):
+                inner = text[len(opening) : len(text) - len(closing)]
+                if opening not in inner:
+                    text, changed = inner.strip(), True
+    return text
+
+
+def read_quantity(cleaned: str, *, letter_units: bool = False) -> Quantity | None:
+    """Return the number that a cleaned answer is; None if it is something else.
+
+    With `letter_units` one letter may be a unit (5 m), not only a variable.
+    """
+    if len(cleaned) > MAX_NUMBER_CHARS or not any(map(str.isdigit, cleaned)):
+        return None
+    text = _TEXT.sub(r" \1 ", cleaned)
+    text = _SUBJECT.sub("", text.strip())
+    text = _CURRENCY.sub(" ", text).strip()
+    text, percent = _take_percent(text)
+    grouped = _GROUPED.search(text)
+    if grouped:
+        digits = grouped.group().replace("{,}", "").replace(",", "").replace(" ", "")
+        text = text[: grouped.start()] + digits + text[grouped.end() :]
+    return _read_ascii(_ascii_digits(text), percent, letter_units)
+
+
+def _ascii_digits(text: str) -> str:
+    if text.isascii():
+        return text
+    return "".join(
+        str(unicodedata.decimal(char)) if unicodedata.decimal(char, None) is not None else char
+        for char in text
+    )
+
+
+def _take_percent(text: str) -> tuple[str, bool]:
+    for mark in (r"\%", "%", "percent", "per cent"):
+        if text.endswith(mark):
+            return text[: -len(mark)].rstrip(), True
+    return text, False
+
+
+def _read_ascii(text: str, percent: bool, letter_units: bool) -> Quantity | None:
+    text = _FRACTION.sub(
+        lambda m: f" {m.group(1) or m.group(2)}/{m.group(3) or m.group(4)}", text, count=1
+    )
+    text = _SIGN_GAP.sub(r"\1", text.strip()).replace("  ", " ")
+    power = _POWER.search(text)
+    if power:
+        exponent = power.group(1) or power.group(2)
+        text = f"{text[: power.start()]}e{exponent}"
+    match = _RATIO.match(text) or _NUMBER.match(text)
+    if match is None:
+        return None
+    scaled_unit = _read_unit(text[match.end() :], letter_units)
+    value = _value(match)
+    if scaled_unit is None or value is None:
+        return None
+    scale, unit = scaled_unit
+    fields = match.groupdict()
+    decimals = len(fields.get("number", "").lower().partition("e")[0].partition(".")[2])
+    return Quantity(value=value * scale, decimals=decimals, percent=percent, unit=unit)
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    fields = match.groupdict()
+    if "top" in fields:
+        if not int(fields["bottom"]):
+            return None
+        value = int(fields["whole"] or 0) + Fraction(int(fields["top"]), int(fields["bottom"]))
+    else:
+        value = Fraction(fields["number"])
+    return -value if fields["sign"] == "-" else value
+
+
+def _read_unit(rest: str, letter_units: bool) -> tuple[int, str] | None:
+    """Return (scale, unit) of the text after the number; None if it is not a unit."""
+    separated, rest = rest[:1].isspace(), rest.strip().casefold()
+    if not rest:
+        return 1, ""
+    power = _UNIT_POWER.search(rest)
+    rest = rest[: power.start()].rstrip() if power else rest
+    if not _UNIT.fullmatch(rest):
+        return None
+    words = rest.replace(".", "").split()
+    scale = _SCALES.get(words[0].removesuffix("s"), 1) if separated else 1
+    words = words[1:] if scale != 1 else words
+    if rest not in _SHORT_UNITS and rest[0].isalpha():
+        if not separated or any(word in _NOT_UNITS for word in words):
+            return None  # 5xy is a product, 5cm is not
+        letters = len(words) == 1 and words[0].isalpha() and len(words[0]) < 3
+        if letters and not letter_units:
+            return None  # 5 x is a product as well
+    return scale, " ".join(map(_singular, words)) + (power.group(1) if power else "")
+
+
+def _singular(word: str) -> str:
+    if word in _DEGREES:
+        return "°"
+    return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
+
+
+def same_quantity(gold: Quantity, answer: Quantity) -> bool:
+    """Return whether the numbers are equal; one unit alone is ignored, two units must agree."""
+    if gold.unit and answer.unit and gold.unit != answer.unit:
+        return False
+    if _same_number(gold, answer, gold.value, answer.value):
+        return True
+    if gold.percent == answer.percent:
+        return False
+    hundredth = Fraction(1, 100)
+    gold_value = gold.value * hundredth if gold.percent else gold.value
+    answer_value = answer.value * hundredth if answer.percent else answer.value
+    return _same_number(gold, answer, gold_value, answer_value)
+
+
+def _same_number(gold: Quantity, answer: Quantity, left: Fraction, right: Fraction) -> bool:
+    if left == right:
+        return True
+    if gold.decimals < 6 and (gold.decimals or gold.value.denominator == 1 or answer.decimals < 6):
+        return False  # only a fraction, or a gold number of six places, has rounded answers
+    return abs(left - right) <= CLOSE * max(abs(left), abs(right))

@@ -10,8 +10,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_BOX_OR_BRACE = re.compile(r"\\+boxed\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace is content
-_FENCE = re.compile(r"(?P<fence>`{3,}|~{3,})\s*(?P<language>[^\s`{]*)[^`]*$")
+# possessive repeats, so that no text of a model takes more than linear time
+_BOX_OR_BRACE = re.compile(
+    r"(?<!\\)\\++boxed\s*+\{|\\.|[{}]", re.DOTALL
+)  # an escaped brace is content
+_FENCE = re.compile(r"(?P<fence>`{3,}+|~{3,}+)\s*+(?P<language>[^\s`{]*+)[^`]*+$")
 _PYTHON = frozenset({"python", "python3", "py", "py3"})
 
 

@@ -4,14 +4,23 @@ Algebra on a model's text may never end or use all memory, and math-verify's own
 a main thread. So each worker is a process: past the time-out it is killed and replaced, and only that
 answer counts as wrong. Workers start at the first comparison. Results are cached, because the rollouts
 of a group often give the same answer.
+
+`python -m penstock.reward.math_pool [MEMORY_BYTES]` is the worker: one JSON line `[gold, answer]` in, one line
+`1` or `0` out. It limits its own memory.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import resource
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
+from penstock.reward.equality import clean
 from penstock.reward.line_process import ProcessGone, ProcessPool, ProcessSlow
 
 START_TIMEOUT_S = 120.0
@@ -33,7 +42,7 @@ class MathPool:
     def __init__(self, workers: int, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._workers = ProcessPool(
-            [sys.executable, "-m", "penstock.reward.math_worker", str(MEMORY_BYTES)],
+            [sys.executable, "-m", "penstock.reward.math_pool", str(MEMORY_BYTES)],
             workers,
             name="the symbolic comparison",
             start_timeout_s=START_TIMEOUT_S,
@@ -66,3 +75,48 @@ class MathPool:
     async def close(self) -> None:
         """End every process."""
         await self._workers.close()
+
+
+# -- the worker --------------------------------------------------------------------------------------
+
+
+def compare(gold: str, answer: str) -> bool:
+    """Whether math-verify finds the two equal; text that it cannot read is not equal."""
+    from math_verify import verify
+
+    expected, actual = _parse(gold), _parse(answer)
+    if not expected or not actual:
+        return False
+    return bool(verify(expected, actual, timeout_seconds=None))
+
+
+def _parse(text: str) -> list[Any]:
+    from math_verify import parse
+
+    cleaned = clean(text)
+    parsed = parse(f"${cleaned}$", parsing_timeout=None)
+    return parsed or parse(cleaned, parsing_timeout=None)
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    if len(sys.argv) > 1:
+        limit = int(sys.argv[1])
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints must not reach the answers' pipe
+    logging.disable(logging.CRITICAL)
+    # import everything and fill first-use tables before the pool counts it as ready
+    compare("x+1", "1+x")
+    print('"ready"', file=answers, flush=True)
+    for line in sys.stdin:
+        gold, answer = json.loads(line)
+        try:
+            equal = compare(gold, answer)
+        except Exception:  # a hostile answer may raise anything in the parser
+            equal = False
+        print(int(equal), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

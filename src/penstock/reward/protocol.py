@@ -1,20 +1,25 @@
-"""The protocol of rewards.
+"""The protocol of rewards, and how their options are read.
 
 A reward judges finished rollouts against their prompts. A bad answer is a score, never an exception.
-An exception is a fault (a dead server, a broken test case) and follows the failure policy.
+An exception is a fault (a dead server, a broken test case) and follows the failure policy. `read_options` turns
+the `options` table of a reward into its settings; every mistake in it is one line that says what is allowed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
 from penstock.config import Section
+from penstock.errors import UserError
 from penstock.types import Prompt, Rollout, Score
+
+S = TypeVar("S", bound=Section)
 
 
 class ValueOptions(Section):
@@ -71,3 +76,32 @@ class Reward(ABC):
     async def close(self) -> None:
         """End worker processes and connections, if there are any."""
         return
+
+
+def read_options(reward: str, model: type[S], options: Mapping[str, Any]) -> S:
+    """Return the settings of a reward; raise a UserError for the first mistake."""
+    check_option_names(reward, options, model.model_fields)
+    try:
+        return model.model_validate(dict(options))
+    except ValidationError as error:
+        first = error.errors()[0]
+        message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        if first["type"] == "value_error":
+            raise UserError(f"reward {reward}: {message}") from None
+        name = ".".join(str(part) for part in first["loc"])
+        raise UserError(
+            f"reward {reward}: option {name}: got {first['input']!r}, allowed: {message}"
+        ) from None
+
+
+def check_option_names(reward: str, options: Iterable[str], allowed: Iterable[str]) -> None:
+    """Refuse an option that the reward does not have, naming the nearest that it has."""
+    names = sorted(allowed)
+    for option in options:
+        if option not in names:
+            near = difflib.get_close_matches(option, names, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(
+                f"reward {reward}: got the unknown option {option!r}, "
+                f"allowed: {', '.join(names) or 'none'}{hint}"
+            )

@@ -18,8 +18,7 @@ from typing import Any
 from penstock.config import RewardConfig
 from penstock.config.plugins import place_of
 from penstock.errors import RewardError, UserError
-from penstock.reward.options import check_option_names, read_options
-from penstock.reward.protocol import Reward
+from penstock.reward.protocol import Reward, check_option_names, read_options
 from penstock.reward.user import UserFunction, UserObject
 from penstock.types import Prompt, Rollout, Score
 from penstock.waits import OpenWait, WaitKind, Waits

@@ -173,6 +173,19 @@ def test_no_report_is_taken_for_the_right_value() -> None:
             assert all(code in (1, 0, -1, -2) for code in reply["result"])
 
 
+@pytest.mark.parametrize("line", [b"\n", b"x\n", b"{}\n"])
+def test_a_long_report_is_a_wrong_answer_and_takes_no_time(line: bytes) -> None:
+    """If the referee read all of it, it would be too late, and a wrong answer would be a failure."""
+    outcome = {"status": 0, "stopped": "", "limit_s": 1.0}
+    blobs = [b"", b"", line * (4_000_000 // len(line))]
+    request = {"form": "call", "expected": 1, "outcome": outcome, "blobs": blobs}
+    assert judging.answer(request)["code"] == judging.ERROR
+
+
+def test_numbers_that_overflow_are_not_the_same() -> None:
+    assert not judging.same_output("7e4521", "9e999")
+
+
 def test_what_is_no_frame_closes_the_link() -> None:
     for seed in SEEDS:
         ours, theirs = socket.socketpair()

@@ -19,6 +19,7 @@ from penstock.reward.sandbox.inside import codec
 PASS, WRONG, ERROR, COMPILE_ERROR = 1, 0, -1, -2
 TOLERANCE = 1e-6  # of numbers written with a point or an exponent
 _NUMBER_CHARACTERS = 400  # of the longest word that is read as a number
+_REPORT_LINES = 100  # of a solution's report; its own code writes one or two, at the end
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 def _one_test(request: dict[str, Any]) -> tuple[int, str]:
     stdout, stderr, report = request["blobs"]
-    reports = _reports(report)
+    reports = _last_reports(report)
     fault = _fault(request["outcome"], reports, stderr)
     if fault is not None:
         return fault
@@ -70,7 +71,7 @@ def _asserts(request: dict[str, Any]) -> dict[str, Any]:
     fault = None
     if last_words:
         words, said = last_words
-        fault = _fault(request["ended"], _reports(words), said) or (ERROR, "it exited early")
+        fault = _fault(request["ended"], _last_reports(words), said) or (ERROR, "it exited early")
     fault = fault or _fault(request["outcome"], reports, stderr)
     code, note = fault or (ERROR, notes[-1] if notes else "the tests ended early")
     if code == COMPILE_ERROR:
@@ -91,8 +92,13 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= 80 else f"{text[:77]}...")
 
 
+def _last_reports(report: bytes) -> list[dict[str, Any]]:
+    """The last JSON lines of a solution, however many it wrote: reading them all would take too long."""
+    return _reports(b"\n".join(report.rsplit(b"\n", _REPORT_LINES)[-_REPORT_LINES:]))
+
+
 def _reports(report: bytes) -> list[dict[str, Any]]:
-    """Return the JSON lines that a child reported, without anything else that it wrote there."""
+    """The JSON lines that a child reported, without anything else that it wrote there."""
     found = []
     for line in report.split(b"\n"):
         try:
@@ -153,7 +159,10 @@ def _same_word(expected: str, printed: str) -> bool:
 
 
 def _close(left: float, right: float) -> bool:
-    return math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    is_finite = math.isfinite(left) and math.isfinite(
+        right
+    )  # two overflows are not the same number
+    return is_finite and math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 def same_value(expected: Any, value: Any) -> bool:
