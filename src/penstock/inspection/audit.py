@@ -1,9 +1,9 @@
 """`penstock audit RUN`: check every law that can be proven from the journal. Changes nothing.
 
 Conservation per task, a reason for every drop, batches that match their groups, no group trained twice,
-the staleness bound by each rollout's oldest token, weights confirmed with the committed digest, nothing
-missing (`evidence.py`). All of it sees one moment of a live run. Warns where trained responses differ
-in length from drawn ones.
+the staleness bound by each rollout's oldest token, nothing missing (`laws.py`); weights confirmed with the
+committed digest (`weight_chain.py`); tokens as the trainer recorded them (`contents.py`). All of it sees one
+moment of a live run. Warns where trained responses differ in length from drawn ones.
 """
 
 from __future__ import annotations
@@ -20,15 +20,8 @@ from rich.table import Table
 from penstock import files
 from penstock.config import ProduceConfig
 from penstock.errors import JournalDamaged
-from penstock.inspection.certificate import certify
-from penstock.inspection.evidence import (
-    age_faults,
-    missing_rows,
-    prompt_faults,
-    pruned_steps,
-    step_faults,
-    unrecorded_steps,
-)
+from penstock.inspection.contents import read_contents
+from penstock.inspection.laws import EraBounds, row_faults, staleness
 from penstock.inspection.track.logs import read_metrics
 from penstock.inspection.weight_chain import chain_faults, redone_versions
 from penstock.rollout import calculate_stale_threshold
@@ -39,16 +32,6 @@ _BIAS_LIMIT = 0.05  # largest relative difference of trained and drawn mean leng
 _STRAGGLER_STEPS = 200  # steps of its task that may leave a group in flight behind
 _MOST_NAMED = 50  # most damaged records that are named
 _ENOUGH = 50  # fewest groups for which a difference is reported
-
-
-@dataclass(slots=True, frozen=True)
-class EraBounds:
-    """The staleness bound of one config, and the last step that was trained under it."""
-
-    last_step: int | None  # None: this config is still in force
-    allowed: dict[str, int]  # per task, in updates
-    longest_wait: dict[str, int] = field(default_factory=dict)  # per task, in its steps
-    seed: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,7 +64,7 @@ class Audit:
     committed_steps: int
     faults: list[str]
     warnings: list[str]
-    proved: list[str] = field(default_factory=list)  # of agents' rollouts (certificate.py)
+    proved: list[str] = field(default_factory=list)  # of agents' rollouts
 
     @property
     def balanced(self) -> bool:
@@ -194,39 +177,29 @@ def _account(
     journal: Journal, eras: Sequence[EraBounds], recorded: bool, damage: list[str]
 ) -> Audit:
     tasks = _count(journal, recorded)
-    stalest, stale_faults = _staleness(journal, eras)
-    certificate = certify(journal)
-    faults = [
-        *(
-            f"task {name}: does not balance: {task}"
-            for name, task in tasks.items()
-            if not task.balanced
-        ),
-        *_life_faults(journal),
-        *_batch_faults(journal),
-        *step_faults(journal),
-        *missing_rows(journal),
-        *chain_faults(journal, recorded=recorded),
-        *([] if recorded else prompt_faults(journal, eras[-1].seed)),
-        *([] if recorded else _age_faults(journal, eras)),
-        *damage,
-        *certificate.faults,
-        *([] if recorded else stale_faults),  # in a fork, versions and steps belong to two runs
-    ]
     for name, task in tasks.items():
         _measure(journal, name, task)
+    contents = read_contents(journal)
+    unbalanced = [(name, task) for name, task in tasks.items() if not task.balanced]
     return Audit(
         tasks={str(name): task for name, task in tasks.items()},
-        max_staleness_trained=stalest,
+        max_staleness_trained=max((value for _, _, value in staleness(journal)), default=0),
         max_staleness_allowed=max((n for era in eras for n in era.allowed.values()), default=0),
         committed_steps=journal.last_committed_step(),
-        faults=faults,
+        faults=[
+            *(f"task {name}: does not balance: {task}" for name, task in unbalanced),
+            *row_faults(journal, eras, recorded=recorded),
+            *chain_faults(journal, recorded=recorded),
+            *damage,
+            *contents.faults,
+        ],
         warnings=[
             *redone_versions(journal),
-            *filter(None, [unrecorded_steps(journal), pruned_steps(journal)]),
+            *_unrecorded_steps(journal),
+            *_pruned_steps(journal),
             *(line for name, task in tasks.items() for line in _bias(name, task)),
         ],
-        proved=certificate.lines(),
+        proved=contents.lines(),
     )
 
 
@@ -261,82 +234,6 @@ def _count(journal: Journal, recorded: bool) -> dict[str, TaskAudit]:
     return tasks
 
 
-def _life_faults(journal: Journal) -> list[str]:
-    """Return groups in impossible states: dropped without a reason, trained but never landed."""
-    rules = {
-        "was dropped without a reason": "state = 'dropped' AND drop_reason IS NULL",
-        "was taken but is not completed": "state IN ('taken', 'trained') AND status != 'completed'",
-        "was taken but never landed": "state IN ('taken', 'trained') AND landed_at IS NULL",
-        "was taken, but its landing is not recorded": "state IN ('taken', 'trained') AND group_id"
-        " NOT IN (SELECT group_id FROM event_rows WHERE kind = 'landed')",
-    }
-    return [
-        f"group {group_id}: {what}"
-        for what, where in rules.items()
-        for (group_id,) in journal.query(f"SELECT group_id FROM groups WHERE {where} LIMIT 20")
-    ]
-
-
-def _batch_faults(journal: Journal) -> list[str]:
-    """Compare batches with groups: one batch per group, equal members, no step missing."""
-    faults = [
-        f"group {group_id}: trained {number} times"
-        for group_id, number in journal.query(
-            "SELECT value, COUNT(*) FROM steps, json_each(group_ids) GROUP BY value HAVING COUNT(*) > 1"
-        )
-    ]
-    members: dict[int, list[str]] = {}
-    for step, group_id in journal.query(
-        "SELECT step, group_id FROM groups WHERE step IS NOT NULL ORDER BY step, position"
-    ):
-        members.setdefault(step, []).append(group_id)
-    rows = journal.query("SELECT step, group_ids, policy_version FROM steps ORDER BY step")
-    for expected, (step, group_ids, _) in enumerate(rows, start=1):
-        if step != expected:
-            faults.append(f"step {expected}: missing")
-            break
-        if group_ids is not None and json.loads(group_ids) != members.get(step, []):
-            faults.append(f"step {step}: its batch differs from what its groups record")
-    return faults
-
-
-def _age_faults(journal: Journal, eras: Sequence[EraBounds]) -> list[str]:
-    (last,) = journal.query("SELECT MAX(step) FROM steps")[0]
-    allowed = {task: _bound(task, last or 1, eras) for task in eras[-1].allowed}
-    bounds = {task: bound for task, bound in allowed.items() if bound is not None}
-    return list(age_faults(journal, bounds, eras[-1].longest_wait))
-
-
-def _staleness(journal: Journal, eras: Sequence[EraBounds]) -> tuple[int, list[str]]:
-    """Return the largest staleness of a trained rollout, and a fault per step past its bound."""
-    rows = journal.query(
-        "SELECT task, step, MAX(step - oldest_version - 1) FROM rollouts"
-        " WHERE step IS NOT NULL AND oldest_version IS NOT NULL GROUP BY task, step ORDER BY step"
-    )
-    faults = []
-    for task, step, value in rows:
-        bound = _bound(task, step, eras)
-        if bound is not None and value > bound:
-            faults.append(
-                f"task {task}: step {step} trained a sample of staleness {value}, allowed: {bound}"
-            )
-    return max((value for _, _, value in rows), default=0), faults
-
-
-def _bound(task: str, step: int, eras: Sequence[EraBounds]) -> int | None:
-    """Return the bound of the era that the step was trained in; None: that era lacks the task.
-
-    An era's first batch may have been taken under the settings before: the larger bound holds for it.
-    """
-    before, found = 0, []
-    for era in eras:
-        last = step if era.last_step is None else era.last_step
-        if before < step <= last + 1 and task in era.allowed:
-            found.append(era.allowed[task])
-        before = last
-    return max(found, default=None)
-
-
 def _measure(journal: Journal, name: str, task: TaskAudit) -> None:
     """Set the task's means over groups: when each first completed, and when it was trained."""
     first = journal.query(
@@ -356,6 +253,30 @@ def _means(rows: Sequence[tuple]) -> tuple[float | None, float | None]:
     columns = [[row[at] for row in rows if row[at] is not None] for at in (0, 1)]
     means = [float(np.mean(column)) if column else None for column in columns]
     return means[0], means[1]
+
+
+def _unrecorded_steps(journal: Journal) -> list[str]:
+    """A line about the steps that a trainer left no record of; nothing if there are none."""
+    ((count, first, last),) = journal.query(
+        "SELECT COUNT(*), MIN(step), MAX(step) FROM steps WHERE committed AND trained IS NULL"
+    )
+    if not count:
+        return []
+    return [
+        f"{count} of steps {first} to {last} have no record by the trainer of what it trained, so "
+        "their rollouts cannot be compared with one"
+    ]
+
+
+def _pruned_steps(journal: Journal) -> list[str]:
+    """A line about the steps whose tokens were removed; nothing if there are none."""
+    last = journal.pruned_to()
+    if not last:
+        return []
+    return [
+        f"steps 1 to {last}: their tokens were removed (journal.keep_payloads), so they are not "
+        "compared with the trainer's record; replay begins at the oldest checkpoint, forks cannot begin"
+    ]
 
 
 def _bias(name: str, task: TaskAudit) -> list[str]:

@@ -175,7 +175,7 @@ function pairsView(run) {
     const pairs = compared.examples.filter(ORDERS[pairsAsked.order]);
     list.replaceChildren(...pairs.slice(0, shown).map(pairCard));
     more.hidden = pairs.length <= shown;
-    note.textContent = `${compared.pairs} prompts were answered twice: ${counts.better} got better, ${counts.worse} got worse.`;
+    note.textContent = `${compared.pairs} prompts were answered twice: ${counts.better} got better, ${counts.worse} got worse${compared.examples.length < compared.pairs ? "; the largest changes are shown" : ""}.`;
   }
   const pick = (wanted) => {
     Object.assign(pairsAsked, wanted);
