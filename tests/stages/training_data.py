@@ -13,7 +13,7 @@ import torch
 from penstock.config import Config
 from penstock.model import packed_attention
 from penstock.training.consumer import Consumer
-from penstock.training.update import Outcome
+from penstock.training.optimizer import Outcome
 from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, VersionSegment
 
 VOCABULARY = 23

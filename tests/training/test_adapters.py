@@ -8,10 +8,9 @@ import torch
 
 from penstock import cli
 from penstock.errors import UserError
-from penstock.training.adapter_folder import write_adapters
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.objective import TokenInputs
-from penstock.training.snapshot import take_snapshot
+from penstock.training.snapshot import take_snapshot, write_adapters
 from stages.training_data import batches, from_disk, random_batch, tiny_model
 
 

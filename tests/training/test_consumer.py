@@ -1,19 +1,15 @@
 """The consumer: reports, digests, stop, skipped updates, checkpoints, adapters."""
 
-import json
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from penstock.errors import RunError, StopRequested, UserError
 from penstock.training.consumer import Consumer
 from penstock.training.policy import add_adapters
-from penstock.training.snapshot import STATE, read_state
 from penstock.weights.model_weights import model_digest
 from stages.training_data import (
     VOCABULARY,
@@ -140,7 +136,7 @@ def test_training_after_load_is_bitwise_what_it_would_have_been(
     assert got.metrics["loss/policy"] == expected.metrics["loss/policy"]
 
 
-def test_a_checkpoint_is_loaded_without_a_pickle_and_an_older_one_still_loads(
+def test_a_checkpoint_is_loaded_without_a_pickle(
     saved_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     consumer = from_disk(saved_model)
@@ -148,28 +144,11 @@ def test_a_checkpoint_is_loaded_without_a_pickle_and_an_older_one_still_loads(
     folder = tmp_path / "checkpoint"
     consumer.snapshot(folder)()
     assert {path.suffix for path in folder.rglob("*") if path.is_file()} <= PLAIN
-    state = read_state(folder / STATE)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", lambda *_, **__: pytest.fail("loaded a pickle"))
         resumed = from_disk(saved_model)
         resumed.load(folder)
     assert resumed.digest() == consumer.digest()
-    expected = resumed.train(batches(2)[1]).digest
-    with safe_open(folder / STATE, framework="pt") as file:
-        header = json.loads(file.metadata()["state"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    rows = {name: row for name, (row, _) in header.pop("first").items()}
-    header |= {"format": 3, "first_rows": rows}
-    save_file(tensors, folder / STATE, metadata={"state": json.dumps(header)})
-    older = from_disk(saved_model)
-    older.load(folder)
-    assert older.train(batches(2)[1]).digest == expected
-    (folder / STATE).unlink()
-    pieces = {name: (first[0], values) for name, (first, values) in state["pieces"].items()}
-    torch.save({**state, "format": 2, "pieces": pieces}, folder / "consumer.pt")
-    oldest = from_disk(saved_model)
-    oldest.load(folder)
-    assert oldest.train(batches(2)[1]).digest == expected
 
 
 PLAIN = {".safetensors", ".json", ".toml", ".jinja", ".txt", ".model"}  # none of them is executed

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penstock.training import head_rows, logprobs
+from penstock.training import logprobs
 from penstock.training.logprobs import (
     LogitRule,
     VocabularySlice,
@@ -53,7 +53,7 @@ def case(bias: bool):
 @pytest.mark.parametrize("bans", [False, True])
 def test_equal_to_full_logits(monkeypatch, kept, chunk, bias, rule, bans) -> None:
     monkeypatch.setattr(logprobs, "KEEP_ELEMENTS_CPU", 1 << 20 if kept else 0)
-    monkeypatch.setattr(head_rows, "BLOCK_ELEMENTS", 25)  # two rows at a time
+    monkeypatch.setattr(logprobs, "BLOCK_ELEMENTS", 25)  # two rows at a time
     inputs, banned = case(bias), None
     if bans:  # two end tokens that were not allowed for every third token
         inputs[3].clamp_(max=8)
@@ -97,7 +97,7 @@ class Meeting:
 @pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.3), LogitRule(softcap=2.0)])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_rows_in_place_give_what_whole_tables_give(monkeypatch, rule, temperature) -> None:
-    monkeypatch.setattr(head_rows, "BLOCK_ELEMENTS", 3000)
+    monkeypatch.setattr(logprobs, "BLOCK_ELEMENTS", 3000)
     torch.manual_seed(2)
     raw, targets = 8 * torch.randn(20, 997), torch.randint(3, 997, (20,))
     banned = torch.arange(20) % 3 == 0, torch.arange(3)
@@ -105,7 +105,7 @@ def test_rows_in_place_give_what_whole_tables_give(monkeypatch, rule, temperatur
     for gradient in (True, False):
         wanted = logprobs.chunk_logprobs(raw, *how, gradient, None)
         given = raw.clone()
-        got = head_rows.chunk_logprobs_(given, *how, gradient, None)
+        got = logprobs.chunk_logprobs_(given, *how, gradient, None)
         torch.testing.assert_close(got, wanted)
         assert not gradient or got[2] is given
 

@@ -141,7 +141,6 @@ def test_importance_weights(kind, expected) -> None:
 def test_every_algorithm_of_the_table_keeps_the_contract(name) -> None:
     method = algorithm_class(name)
     assert issubclass(method, Algorithm)
-    assert method.__doc__
     tokens = view([1.0, 1.0, 1.0], [1.0, -1.0, 0.0], sequences=[0, 0, 1])
     got = algorithm(name).surrogate(tokens)
     assert got.loss_N.shape == got.ratio_N.shape == got.clipped_N.shape == (3,)

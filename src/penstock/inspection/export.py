@@ -21,7 +21,6 @@ from penstock.files import visible
 from penstock.inspection.audit import take_audit
 from penstock.inspection.record import RunRecord, read_run, take_figures
 from penstock.inspection.track.console import draw_curves
-from penstock.store import trust
 from penstock.store.checkpoint import Checkpoint, CheckpointStore
 from penstock.store.run_folder import RunFolder
 
@@ -71,8 +70,7 @@ def _copy_model(folder: RunFolder, checkpoint: Checkpoint, target: Path, *, adap
         if not adapter or not is_model:
             shutil.copyfile(file, target / file.name)
     if adapter:
-        trust.check(folder.path, trust.acts_on_files(folder.path))  # an older one is a pickle
-        from penstock.training.adapter_folder import write_adapters
+        from penstock.training.snapshot import write_adapters
 
         write_adapters(checkpoint.path, folder.config().model, target)
 

@@ -53,7 +53,14 @@ from penstock.training.objective import (
     token_advantages,
     update_sums,
 )
-from penstock.training.optimizer import LossScale, Masters, learning_rate, make_optimizer
+from penstock.training.optimizer import (
+    LossScale,
+    Masters,
+    Outcome,
+    UpdateStep,
+    learning_rate,
+    make_optimizer,
+)
 from penstock.training.pack import (
     Pack,
     empty_pack,
@@ -72,7 +79,6 @@ from penstock.training.policy import (
 )
 from penstock.training.ptx import TextStream
 from penstock.training.snapshot import load_snapshot, take_snapshot
-from penstock.training.update import Outcome, UpdateStep
 from penstock.types import Batch, StepReport
 from penstock.weights.offload import HostOffload
 

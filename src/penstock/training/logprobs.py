@@ -5,7 +5,7 @@ The gradient of a token's log-prob with respect to its logits needs nothing that
 pass computes it beside the log-probs and keeps it if it fits; the backward pass only scales the hidden
 states and the result of its two matrix products. Otherwise each chunk's logits are computed again in
 backward. On a GPU a kernel (`head_kernels.py`) does the arithmetic around the products, on a CPU
-`head_rows.py`, a few rows at a time. If each tensor rank has a slice of the vocabulary, no rank holds a
+`chunk_logprobs_`, a few rows at a time. If each tensor rank has a slice of the vocabulary, no rank holds a
 whole row of logits: maxima and sums are taken over the ranks.
 """
 
@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from penstock.training import head_rows
-from penstock.training.head_rows import NO_CHANCE
+from penstock.model.exponentials import exp_into
 from penstock.training.parallel.collectives import all_max, all_sum
 from penstock.training.parallel.ranks import Axis
 
@@ -29,6 +28,8 @@ KEEP_ELEMENTS_CPU = 1 << 27  # gradients of logits up to this many are kept for 
 KEEP_SHARE_GPU = 0.04  # of the device's memory
 CHUNK_ELEMENTS_CPU = 1 << 23
 CHUNK_ELEMENTS_GPU = 1 << 28
+BLOCK_ELEMENTS = 1 << 20  # logits of the rows that are worked on at a time on a CPU
+NO_CHANCE = -1e30  # a logit whose probability is 0; finite, so that 0 x its log is 0 in the entropy
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +246,7 @@ def _chunk_function(
     if axis is not None:
         return chunk_logprobs
     if hidden_ND.is_cpu and hidden_ND.dtype in (torch.float32, torch.float64):
-        return head_rows.chunk_logprobs_
+        return chunk_logprobs_
     if not hidden_ND.is_cuda or hidden_ND.dtype == torch.float64:
         return chunk_logprobs
     return _kernel() or chunk_logprobs
@@ -254,10 +255,10 @@ def _chunk_function(
 @functools.cache
 def _kernel() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]] | None:
     try:
-        from penstock.model.kernels.head_kernels import chunk_logprobs_
+        from penstock.model.kernels import head_kernels
     except ImportError:  # CUDA without Triton
         return None
-    return chunk_logprobs_
+    return head_kernels.chunk_logprobs_
 
 
 def _fits(hidden_ND: Tensor, vocabulary: int) -> bool:
@@ -359,3 +360,54 @@ def _add_product(
     if total_VD is None:
         return left_VC @ hidden_CD
     return total_VD.addmm_(left_VC, hidden_CD)
+
+
+def chunk_logprobs_(
+    raw_CV: Tensor,
+    targets_C: Tensor,
+    temperatures_C: Tensor,
+    scale: float,
+    softcap: float | None,
+    banned: tuple[Tensor, Tensor] | None,
+    gradient: bool,
+    axis: None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute `chunk_logprobs` on a CPU, a few rows at a time, for rows that no ranks share.
+
+    Rows of logits stay in the CPU's cache until their log-probs, entropies and gradients are known. The raw
+    logits are overwritten; with `gradient` they are replaced by it.
+    """
+    assert axis is None
+    count, vocabulary = raw_CV.shape
+    logprob_C, entropy_C = raw_CV.new_empty(count), raw_CV.new_empty(count)
+    block = max(1, BLOCK_ELEMENTS // vocabulary)
+    scratch_BV = raw_CV.new_empty(min(block, count), vocabulary)
+    warm = not bool((temperatures_C == 1).all())
+    for start in range(0, count, block):
+        part = slice(start, start + block)
+        rows_BV, slope_BV = raw_CV[part], None
+        shifted_BV = scratch_BV[: len(rows_BV)]
+        if scale != 1.0:
+            rows_BV.mul_(scale)
+        if softcap is not None:
+            tanh_BV = rows_BV.div_(softcap).tanh_()
+            slope_BV = 1 - tanh_BV.square() if gradient else None
+            rows_BV.mul_(softcap)
+        if warm:
+            rows_BV.div_(temperatures_C[part, None])
+        if banned is not None:
+            rows_BV[banned[0][part].nonzero(), banned[1]] = NO_CHANCE
+        torch.sub(rows_BV, rows_BV.amax(-1, keepdim=True), out=shifted_BV)
+        target_B1 = targets_C[part, None]
+        chosen_B = shifted_BV.gather(-1, target_B1)[:, 0]
+        weight_BV = exp_into(shifted_BV, rows_BV)  # the costliest operation: once per logit
+        total_B = weight_BV.sum(-1)
+        log_total_B = total_B.log()
+        logprob_C[part] = chosen_B - log_total_B
+        entropy_C[part] = log_total_B - shifted_BV.mul_(weight_BV).sum(-1) / total_B
+        if gradient:
+            weight_BV.mul_(-1 / total_B[:, None])
+            weight_BV.scatter_add_(-1, target_B1, torch.ones_like(chosen_B)[:, None])
+            if slope_BV is not None:
+                weight_BV.mul_(slope_BV)
+    return logprob_C, entropy_C, raw_CV if gradient else None

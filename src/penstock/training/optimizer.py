@@ -1,28 +1,36 @@
-"""The optimizer: float32 master weights, AdamW over them, gradient clipping, learning rate.
+"""The optimizer: float32 master weights, AdamW over them, gradient clipping, learning rate, one step.
 
 If the model computes in float32 the masters are its own parameters. If it computes in bfloat16 or
 float16 they hold the checkpoint's own digits: gradients are added to them in every backward pass, and
 `write_back` rounds them into the model after a step. Sharded models keep float32 parameters and round
 them by themselves. The learning rate is a pure function of the step, so a resumed run needs no
 schedule state.
+
+A step (`UpdateStep`) with a non-finite loss or gradient changes no weight. A gradient that is zero throughout
+changes none either: momentum alone must not move the weights. On one GPU these decisions fall there
+(`kernels/adamw_kernels.py`), so that no launch waits for the host and the host for no kernel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from penstock.config import TrainConfig
 from penstock.errors import UserError
 from penstock.model.loading import format_of
+from penstock.model.transfer import HostCopy
 from penstock.training.dither import HALF_FORMATS, Place, dither_, dither_key
+from penstock.training.metrics import UpdateLoss
 from penstock.training.parallel.sharding import Sharding, local
 from penstock.waits import tell_stage
 
+Outcome = Callable[[], tuple[float, bool]]  # (gradient norm, whether loss and norm are finite)
 _NEAR = 0.99  # of the largest norm: nearer, rounding decides whether the gradient is scaled
 
 
@@ -192,3 +200,63 @@ def clip_gradients(
         listed = [one for one in parameters.values() if one.grad is not None]
         nn.utils.clip_grads_with_norm_(listed, max_norm, norm)
     return value
+
+
+class UpdateStep:
+    """Applies the gradients of the masters, and drops them."""
+
+    def __init__(self, masters: Masters, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        self._masters, self._optimizer, self._max_norm = masters, optimizer, max_norm
+        self._fused = _fused(masters, optimizer)
+
+    def warm_up(self) -> None:
+        """Compile what the first update needs."""
+        if self._fused is not None:
+            self._fused.warm_up()
+
+    def apply(self, rate: float, loss: UpdateLoss) -> Outcome:
+        """Make one step; return what tells how it went, when a GPU has come so far."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        table = None if self._fused is None else self._fused.table()
+        outcome = self._plain(loss) if table is None else self._queue(table, loss)
+        self._optimizer.zero_grad(set_to_none=True)
+        return outcome
+
+    def _plain(self, loss: UpdateLoss) -> Outcome:
+        masters = self._masters
+        norm = clip_gradients(masters.parameters, self._max_norm, masters.sharding)
+        finite = bool(np.isfinite(norm) and np.isfinite(loss()))
+        if finite and norm > 0:
+            self._optimizer.step()
+            masters.write_back()
+        return lambda: (norm, finite)
+
+    def _queue(self, table: torch.Tensor, loss: UpdateLoss) -> Outcome:
+        assert self._fused is not None
+        norm = self._masters.sharding.gradient_norm(self._masters.parameters)
+        assert norm is not None
+        there = loss.there(norm.device)
+        self._fused.launch(table, norm, there, self._max_norm)
+        known = HostCopy(torch.stack([norm, there.to(norm.dtype)]))
+
+        def outcome() -> tuple[float, bool]:
+            values = known.wait()
+            return float(values[0]), bool(values.isfinite().all())
+
+        return outcome
+
+
+def _fused(masters: Masters, optimizer: torch.optim.Optimizer) -> Any | None:
+    """Return the kernel that takes the step; None: plain torch does, as on a CPU and on several ranks."""
+    devices = {master.device.type for master in masters.parameters.values()}
+    if devices != {"cuda"} or masters.sharding.ranks.world > 1:
+        return None
+    if type(masters) is not Masters:
+        return None  # they round in their own way
+    try:
+        from penstock.model.kernels.adamw_kernels import AdamWStep
+    except ImportError:  # CUDA without Triton
+        return None
+    rounded = {masters.parameters[name]: parameter for name, parameter in masters.rounded.items()}
+    return AdamWStep(optimizer, rounded) if AdamWStep.fits(optimizer, rounded) else None

@@ -13,6 +13,7 @@ atomic and writes its manifest.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,26 +23,27 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.config import Config
+from penstock.config import Config, ModelConfig
 from penstock.config.demo import resolve_model_path
 from penstock.config.source import to_toml
 from penstock.data.chat import load_tokenizer
-from penstock.errors import RunError
+from penstock.errors import RunError, UserError
 from penstock.model.loading import quiet_transformers
 from penstock.model.transfer import to_host
 from penstock.training.optimizer import LossScale, Masters
 from penstock.training.parallel.ranks import Ranks
 from penstock.training.parallel.sharding import Part, Sharding
-from penstock.training.policy import Policy
+from penstock.training.policy import ADAPTER, Policy
 from penstock.training.ptx import TextStream
 from penstock.weights.offload import HostOffload
 
 FORMAT = 4
-READABLE = (2, 3, 4)  # 2: a pickle; 3: without the first column of a piece
 STATE = "consumer.safetensors"
 Tensors = dict[str, Tensor]
 Piece = tuple[tuple[int, int], Tensor]  # first row and column in the whole tensor, and the values
 Pieces = dict[str, Piece]
+_MASTER = "master/"
+_PEFT = "base_model.model."  # before the names of a model's layers in peft
 
 
 class TrainerState(Protocol):
@@ -105,7 +107,7 @@ def take_snapshot(consumer: TrainerState, folder: Path) -> Callable[[], None]:
 def load_snapshot(consumer: TrainerState, folder: Path) -> None:
     """Restore what a snapshot wrote into a consumer made from the same config."""
     content = read_state(folder / STATE)
-    if content["format"] not in READABLE:
+    if content["format"] != FORMAT:
         raise RunError(f"checkpoint {folder}: got format {content['format']}, allowed: {FORMAT}")
     world, ranks = content["world"], consumer.ranks
     shards = [content]
@@ -118,8 +120,7 @@ def load_snapshot(consumer: TrainerState, folder: Path) -> None:
     consumer.step = content["step"]
     consumer.policy_version = content["policy_version"]
     consumer.bad_updates_in_a_row = content["bad_updates_in_a_row"]
-    if "loss_scale" in content:  # older checkpoints have none
-        consumer.loss_scale.load_state_dict(content["loss_scale"])
+    consumer.loss_scale.load_state_dict(content["loss_scale"])
     if consumer.texts is not None:
         consumer.texts.cursor = content["ptx_cursor"]
     _set_random_state(consumer, shards[ranks.rank if ranks.world == world else 0]["random"])
@@ -140,16 +141,9 @@ def _write(path: Path, content: dict[str, Any], pieces: Pieces, random_state: Te
 
 def read_state(path: Path) -> dict[str, Any]:
     """Return what was written; tensors stay on disk until they are used."""
-    if not path.exists():  # an older checkpoint, which `penstock.store.trust` asks about
-        old = path.with_suffix(".pt")
-        content = dict(torch.load(old, map_location="cpu", weights_only=True, mmap=True))
-        pieces = content.get("pieces", {}).items()
-        return content | {"pieces": {name: ((row, 0), values) for name, (row, values) in pieces}}
     with safe_open(path, framework="pt", device="cpu") as file:
         content = json.loads(file.metadata()["state"])
-        firsts = content.pop("first", None)
-        if firsts is None:
-            firsts = {name: (row, 0) for name, row in content.pop("first_rows").items()}
+        firsts = content.pop("first")
         names = [name for name in file.keys() if name.startswith("random/")]  # noqa: SIM118
         content["pieces"] = {
             name: (tuple(first), file.get_tensor(f"piece/{name}")) for name, first in firsts.items()
@@ -187,7 +181,7 @@ def _tensors(consumer: TrainerState) -> Tensors:
     """Return the live masters and optimizer moments by name; shards if the model is sharded."""
     tensors: Tensors = {}
     for name, parameter in consumer.masters.parameters.items():
-        tensors[f"master/{name}"] = parameter.detach()
+        tensors[_MASTER + name] = parameter.detach()
         for key, value in consumer.optimizer.state.get(parameter, {}).items():
             tensors[f"{key}/{name}"] = value
     return tensors
@@ -230,7 +224,7 @@ def _fill(own: Tensors, saved: Iterable[Pieces], sharding: Sharding, folder: Pat
     for one in saved:
         for name, piece in one.items():
             pieces.setdefault(name, []).append(piece)
-    missing = [name for name in own if name.startswith("master/") and name not in pieces]
+    missing = [name for name in own if name.startswith(_MASTER) and name not in pieces]
     others = {name for name in pieces.keys() - own.keys() if _owner(name) in sharding.stages.owners}
     differing = sorted([*missing, *(pieces.keys() - own.keys() - others)])
     if differing:
@@ -268,3 +262,46 @@ def _common(first: int, size: int, other: int, other_size: int) -> tuple[slice, 
     begin, end = max(first, other), min(first + size, other + other_size)
     end = max(begin, end)
     return slice(begin - first, end - first), slice(begin - other, end - other)
+
+
+# ---- adapters of a checkpoint, for peft
+
+
+def write_adapters(checkpoint: Path, config: ModelConfig, folder: Path) -> None:
+    """Write adapter_model.safetensors and adapter_config.json of a checkpoint into `folder`."""
+    if not config.lora.rank:
+        raise UserError(
+            "adapter: got a run that trained all weights, allowed: model.lora.rank above 0"
+        )
+    import peft
+
+    tensors = read_adapters(checkpoint)
+    base = Path(config.path).name if os.path.isabs(config.path) else config.path  # no local path
+    layers = sorted({name.partition(".lora_")[0].removeprefix(_PEFT) for name in tensors})
+    settings = peft.LoraConfig(
+        r=config.lora.rank,
+        lora_alpha=config.lora.alpha,  # type: ignore[arg-type]  # a float scales as well
+        lora_dropout=config.lora.dropout,
+        target_modules=layers,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
+    settings.inference_mode = True
+    settings.save_pretrained(str(folder))
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def read_adapters(checkpoint: Path) -> dict[str, Tensor]:
+    """Return the adapters of a checkpoint under peft's names, put together from all ranks."""
+    rows: dict[str, list[Piece]] = {}
+    shards = sorted(checkpoint.glob("shards/*"))
+    for path in (checkpoint / STATE, *shards):
+        for name, piece in read_state(path)["pieces"].items():
+            if name.startswith(_MASTER) and ".lora_" in name:
+                rows.setdefault(name.removeprefix(_MASTER), []).append(piece)
+    return {
+        _PEFT + name.replace(f".{ADAPTER}.weight", ".weight"): torch.cat(
+            [part for _, part in sorted(pieces, key=lambda piece: piece[0])]
+        ).contiguous()
+        for name, pieces in rows.items()
+    }

@@ -16,8 +16,8 @@ import torch
 from penstock.training.algo.method import resolve_settings
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.objective import TokenInputs
+from penstock.training.optimizer import Outcome
 from penstock.training.policy import add_adapters
-from penstock.training.update import Outcome
 from penstock.types import Batch
 from stages.training_data import config_of, consumer_of, random_batch, relative_gap, tiny_model
 from stages.trl_run import END, Updates, run_trl
