@@ -62,18 +62,23 @@ class RunData:
 
 async def left_behind(work: Callable[[], T]) -> T:
     """Return what `work` returns; its thread is left behind by a stop, because a large file takes minutes."""
+    return await asyncio.wrap_future(in_thread(work, "data"))
+
+
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Call `work` in a thread of its own, with the context of the caller; the program ends without it."""
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()
+    context = contextvars.copy_context()
 
-    def run() -> None:
+    def call() -> None:
         try:
-            outcome.set_result(work())
-        except BaseException as error:  # raised again in the task that waits
+            outcome.set_result(context.run(work))
+        except BaseException as error:  # raised again where the outcome is asked for
             outcome.set_exception(error)
 
-    context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(run,), name="data", daemon=True).start()
-    return await asyncio.wrap_future(outcome)
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return outcome
 
 
 def count_steps(config: Config, datasets: dict[str, Dataset]) -> int:

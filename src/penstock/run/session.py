@@ -6,7 +6,6 @@ Owns the event loop, the signals and the closing summary; the work itself is in 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import gc
 import os
 import signal
@@ -14,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -48,6 +46,7 @@ from penstock.run.recover import (
     with_way_out,
 )
 from penstock.run.replay import check_run, make_fork, open_fork
+from penstock.run.run_data import in_thread
 from penstock.store import run_folder, trust
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
@@ -280,20 +279,8 @@ def outside_a_loop(work: Callable[[], T], *, saves: bool = False) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return work()
-    outcome: Future[T] = Future()
-    context = contextvars.copy_context()
-
-    def call() -> None:
-        try:
-            outcome.set_result(context.run(work))
-        except BaseException as error:  # raised again in the thread that waits
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=call, name="penstock", daemon=True)
     with _interrupts_told() if saves else nullcontext():
-        thread.start()
-        thread.join()
-    return outcome.result()
+        return in_thread(work, "penstock").result()
 
 
 @contextmanager

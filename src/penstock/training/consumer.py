@@ -12,10 +12,9 @@ its own share of the groups.
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,13 +60,7 @@ from penstock.training.optimizer import (
     learning_rate,
     make_optimizer,
 )
-from penstock.training.pack import (
-    Pack,
-    empty_pack,
-    join_by_context,
-    make_pack,
-    split_by_tokens,
-)
+from penstock.training.pack import Pack, make_packs
 from penstock.training.parallel.pipeline import Sampling, run_passes
 from penstock.training.parallel.ranks import Ranks, digest_over
 from penstock.training.policy import (
@@ -453,11 +446,12 @@ class Consumer:
             losses.append(HostCopy(loss.detach()))
             return ptx.coefficient * loss
 
-        packs = self._make_packs(
+        packs = make_packs(
             [[number] for number in range(len(texts))],
             [text.token_ids for text in texts],
             [text.predictors for text in texts],
             np.cumsum([0, *(len(text.predictors) for text in texts)]),
+            **self._packing(),
         )
         check = functools.partial(self._check_stop, current)
         backward = self.loss_scale.backward
@@ -524,40 +518,23 @@ class Consumer:
                 f"training: {self.settings.name} with correction {self.settings.correction} needs a "
                 "rollout's rows in one forward pass, and this model takes one row at a time"
             )
-        return self._make_packs(
-            list(units.values()), flat.token_ids, flat.predictors, flat.bounds_S1, flat.rollout_S
+        return make_packs(
+            list(units.values()),
+            flat.token_ids,
+            flat.predictors,
+            flat.bounds_S1,
+            flat.rollout_S,
+            **self._packing(),
         )
 
-    def _make_packs(
-        self,
-        units: Sequence[Sequence[int]],
-        token_ids: Sequence[np.ndarray],
-        predictors: Sequence[np.ndarray],
-        first_token: np.ndarray,
-        owner: Sequence[int] | np.ndarray | None = None,
-    ) -> Iterator[Pack]:
-        """Yield packs of the rows in `units`, and empty packs up to the largest rank's count.
-
-        No unit is split. Units of one context (a group's prompt) share a pack where they fit. A
-        sharded forward pass needs all ranks, so every rank makes the same number of passes.
-        """
-        device, budget = self.policy.device, self._token_budget
-        joined = budget if self._can_pack else 0
-        units, lengths = join_by_context(units, token_ids, predictors, joined)
-        bins = split_by_tokens(lengths, budget)
-        missing = int(self.ranks.max_of(len(bins))) - len(bins)
-        packs = (
-            make_pack(
-                [number for index in part for number in units[index]],
-                token_ids,
-                predictors,
-                first_token,
-                device,
-                owner,
-            )
-            for part in bins
-        )
-        yield from itertools.chain(packs, (empty_pack(device) for _ in range(missing)))
+    def _packing(self) -> dict[str, Any]:
+        """How rows are packed: the keywords of `make_packs`."""
+        return {
+            "budget": self._token_budget,
+            "joins": self._can_pack,
+            "device": self.policy.device,
+            "ranks": self.ranks,
+        }
 
     # ---- settings
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from penstock.model.packed_attention import Block, Copies, PackLayout, SharedKeys
 from penstock.model.transfer import all_to_device
+from penstock.training.parallel.ranks import Ranks
 
 _WORTH = 16  # share a context if that saves more than this part of its rows' tokens
 
@@ -90,6 +91,33 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
         bins[-1].append(index)
         filled += lengths[index]
     return bins
+
+
+def make_packs(
+    units: Sequence[Sequence[int]],
+    token_ids: Sequence[np.ndarray],
+    predictors: Sequence[np.ndarray],
+    first_token: np.ndarray,
+    owner: Sequence[int] | np.ndarray | None = None,
+    *,
+    budget: int,
+    joins: bool,
+    device: torch.device,
+    ranks: Ranks,
+) -> Iterator[Pack]:
+    """Yield packs of the rows in `units`, and empty packs up to the largest rank's count.
+
+    No unit is split. With `joins`, units of one context (a group's prompt) share a pack where they fit. A
+    sharded forward pass needs all ranks, so every rank makes the same number of passes. See `make_pack`.
+    """
+    units, lengths = join_by_context(units, token_ids, predictors, budget if joins else 0)
+    bins = split_by_tokens(lengths, budget)
+    missing = int(ranks.max_of(len(bins))) - len(bins)
+    for part in bins:
+        numbers = [number for index in part for number in units[index]]
+        yield make_pack(numbers, token_ids, predictors, first_token, device, owner)
+    for _ in range(missing):
+        yield empty_pack(device)
 
 
 def empty_pack(device: torch.device) -> Pack:

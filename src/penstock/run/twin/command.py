@@ -56,9 +56,9 @@ def simulate(
     from penstock.run.twin.profile import Profile, assumed
 
     source = profile or check
-    found: Profile | None = fit.read_profile(source) if source else None
+    known: Profile | None = fit.read_profile(source) if source else None
     if check:
-        assert found is not None
+        assert known is not None
         _refuse_with_check(
             {
                 "settings": arguments,
@@ -69,32 +69,32 @@ def simulate(
                 "--picture": picture,
             }
         )
-        checks = plan.check(check, found)
+        checks = plan.check(check, known)
         lines = [show.check_json(checks)] if as_json else show.check_lines(check, source, checks)
         for line in lines:
             say(line)
         if save_profile is not None:
-            _write("profile", save_profile, found.to_json())
+            _write("profile", save_profile, known.to_json())
         return
     config = _config(arguments or [], profile)
-    found = found or assumed(config)
+    known = known or assumed(config)
     if kind_speed:
-        found.set_speeds(config, kind_speed)
+        known.set_speeds(config, kind_speed)
     gpus = plan.parse_nodes(nodes) if nodes else 0
-    made = plan.make_plan(config, found, steps=steps, gpus=gpus, variations=vary or None)
-    for line in [show.json_of(found, made)] if as_json else show.text_of(found, made):
+    answers = plan.make_plan(config, known, steps=steps, gpus=gpus, variations=vary or None)
+    for line in [show.json_of(known, answers)] if as_json else show.text_of(known, answers):
         say(line)
     if picture is not None:
-        _write("picture", picture, show.picture(made))
+        _write("picture", picture, show.picture(answers))
     if save_profile is not None:
-        _write("profile", save_profile, found.to_json())
+        _write("profile", save_profile, known.to_json())
 
 
 def _refuse_with_check(options: dict[str, object]) -> None:
     """Refuse what a check would ignore: it simulates the run as it was."""
-    if given := [name for name, value in options.items() if value]:
+    if ignored := [name for name, value in options.items() if value]:
         raise UserError(
-            f"--check: got {', '.join(given)} too, allowed: --profile, --json and --save-profile"
+            f"--check: got {', '.join(ignored)} too, allowed: --profile, --json and --save-profile"
         )
 
 
@@ -109,7 +109,7 @@ def _write(what: str, path: Path, text: str) -> None:
 
 
 def _config(arguments: list[str], profile: str):  # type: ignore[no-untyped-def]
-    """Return the config that is given, else that of the profile's run, with the settings laid over it."""
+    """The config of a file, else that of the profile's run, with the settings laid over it."""
     from penstock.config.source import load_config, with_overrides
     from penstock.store.run_folder import find
 

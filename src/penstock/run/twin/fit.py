@@ -130,8 +130,10 @@ def _evaluations(recording: Recording) -> dict[str, int]:
     times = Counter(
         event.detail.partition(" after ")[0] for event in recording.calls(WaitKind.EVAL)
     )
-    asked = Counter(event.lane for event in recording.calls(WaitKind.REWARD, "rewards of eval "))
-    return {name: round(asked[f"rewards of eval {name}"] / times[name]) for name in times}
+    responses = Counter(
+        event.lane for event in recording.calls(WaitKind.REWARD, "rewards of eval ")
+    )
+    return {name: round(responses[f"rewards of eval {name}"] / times[name]) for name in times}
 
 
 def _thinned(groups: list[SeenGroup]) -> list[SeenGroup]:
@@ -160,20 +162,20 @@ def _around(recording: Recording, updates: list[Event]) -> tuple[list[float], li
             after.append(min(begun) - update.end)
     copies = [e.end - e.start for e in recording.calls(WaitKind.CHECKPOINT, "trainer")]
     typical = median(after) if after else 0.0  # without checkpoints and waits for slow engines
-    after = [min(one, 2 * typical) for one in after] if copies else after
+    after = [min(seconds, 2 * typical) for seconds in after] if copies else after
     return before or [0.0], after or [0.0]
 
 
 def _publications(recording: Recording, updates: list[Event]) -> list[float]:
     """Return the seconds in which the trainer published weights, for each update."""
-    found = []
+    published = []
     events = recording.calls(WaitKind.PUBLISH, "trainer")
     for number, update in enumerate(updates):
         until = updates[number + 1].start if number + 1 < len(updates) else math.inf
-        own = [e for e in events if update.end <= e.start < until]
-        if own:
-            found.append(max(e.end for e in own) - min(e.start for e in own))
-    return found or [0.0]
+        copies = [e for e in events if update.end <= e.start < until]
+        if copies:
+            published.append(max(e.end for e in copies) - min(e.start for e in copies))
+    return published or [0.0]
 
 
 def _fit_train(recording: Recording, updates: list[Event]) -> TrainModel:
@@ -222,10 +224,11 @@ def _fit_engines(recording: Recording) -> tuple[DecodeModel, dict[str, DecodeMod
         slots[name] = config.of_engine(number).engine.max_slots or 64
     if not lanes:
         raise UserError("--profile: got no generate call of a group, allowed: a run that trained")
-    models = {name: _fit_decode(own, slots[name]) for name, own in lanes.items()}
+    models = {name: _fit_decode(engines, slots[name]) for name, engines in lanes.items()}
     usual = models.pop("", None)
     if usual is None:
-        usual = _fit_decode([one for own in lanes.values() for one in own], max(slots.values()))
+        every = [engine for engines in lanes.values() for engine in engines]
+        usual = _fit_decode(every, max(slots.values()))
     return usual, models
 
 
@@ -236,14 +239,14 @@ def _fit_decode(lanes: list[list[_Call]], slots: int) -> DecodeModel:
     parameters are those which give the recorded seconds. Other parameters change the replay, and where
     calls wait for slots a wrong start leads nowhere. So the first search is for a decode step alone.
     """
-    calls = [call for own in lanes for call in own]
+    calls = [call for engine in lanes for call in engine]
     seconds = np.array([call.end - call.start for call in calls])
 
     def replayed(wanted: np.ndarray) -> _Replayed:
         parameters = np.maximum(wanted, _LEAST)
         step_s, row_s, prefill_s = map(float, parameters)
         model = DecodeModel(step_s=step_s, row_s=row_s, prefill_s=prefill_s, slots=slots)
-        parts = np.concatenate([_replay(own, model) for own in lanes])
+        parts = np.concatenate([_replay(engine, model) for engine in lanes])
         return _Replayed(
             float(np.abs(parts @ parameters - seconds).sum()), parameters, parts, model
         )
@@ -252,19 +255,19 @@ def _fit_decode(lanes: list[list[_Call]], slots: int) -> DecodeModel:
     only_steps = np.array([pace, 0.0, 0.0])
     best = min(
         (replayed(only_steps * _APART**-power) for power in range(_STARTS)),
-        key=lambda one: one.error,
+        key=lambda replay: replay.error,
     )
     apart = _APART
     for _ in range(_ROUNDS):
         apart = math.sqrt(apart)
         scales = np.array([apart, 1.0, 1.0]), np.array([1 / apart, 1.0, 1.0])
         near = (replayed(best.parameters * scale) for scale in scales)
-        best = min(best, *near, key=lambda one: one.error)
+        best = min(best, *near, key=lambda replay: replay.error)
     share = 1.0  # of the way to what the replay asks for
     for _ in range(_ROUNDS):
         wanted = _not_negative(best.parts, seconds)
-        made = replayed(best.parameters + share * (wanted - best.parameters))
-        best, share = (made, 1.0) if made.error < best.error else (best, share / 2)
+        tried = replayed(best.parameters + share * (wanted - best.parameters))
+        best, share = (tried, 1.0) if tried.error < best.error else (best, share / 2)
     return best.model
 
 
@@ -286,11 +289,11 @@ def _not_negative(parts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """
     best, least = np.zeros(3), math.inf
     for chosen in ([0], [0, 1], [0, 2], [0, 1, 2], [1], [1, 2]):
-        found, *_ = np.linalg.lstsq(parts[:, chosen], seconds, rcond=None)
-        error = float(np.square(parts[:, chosen] @ found - seconds).sum())
-        if (found >= 0).all() and error < least * _BETTER:
+        solution, *_ = np.linalg.lstsq(parts[:, chosen], seconds, rcond=None)
+        error = float(np.square(parts[:, chosen] @ solution - seconds).sum())
+        if (solution >= 0).all() and error < least * _BETTER:
             best, least = np.zeros(3), error
-            best[chosen] = found
+            best[chosen] = solution
     return best
 
 
@@ -307,11 +310,11 @@ def _calls_of_engines(recording: Recording) -> dict[str, list[_Call]]:
     known = [length for group in recording.groups.values() for length in group.lengths]
     usual = (max(1, round(sum(known) / len(known))),)
     ended = deque(sorted(recording.calls(WaitKind.GENERATE, "engine"), key=lambda call: call.end))
-    found: dict[str, list[_Call]] = defaultdict(list)
+    lanes: dict[str, list[_Call]] = defaultdict(list)
 
     def take(lengths: tuple[int, ...]) -> None:
         event = ended.popleft()
-        found[event.lane].append(_Call(event.start, event.end, lengths))
+        lanes[event.lane].append(_Call(event.start, event.end, lengths))
 
     for at, group in sorted((at, group) for group, at in scored.items()):
         while ended and ended[0].end < at - _SCORED_WITHIN_S:
@@ -320,7 +323,7 @@ def _calls_of_engines(recording: Recording) -> dict[str, list[_Call]]:
             take(recording.groups[group].lengths)
     while ended:
         take(usual)
-    return {lane: sorted(own, key=lambda call: call.start) for lane, own in found.items()}
+    return {lane: sorted(calls, key=lambda call: call.start) for lane, calls in lanes.items()}
 
 
 def _replay(calls: Sequence[_Call], model: DecodeModel) -> np.ndarray:

@@ -33,7 +33,7 @@ class Plan:
 
     @property
     def best_split(self) -> Result | None:
-        return max(self.splits, key=lambda one: one.tokens_per_s, default=None)
+        return max(self.splits, key=lambda result: result.tokens_per_s, default=None)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -67,11 +67,11 @@ def make_plan(
     few = max(_LEAST_STEPS, _TRIAL_GROUPS // config.train.groups_per_step)
     trial = min(total, TRIAL_STEPS, few)
 
-    def tried(one: Config) -> Result:
-        return simulate(one, profile, steps=trial, standing_for=total)
+    def tried(changed: Config) -> Result:
+        return simulate(changed, profile, steps=trial, standing_for=total)
 
-    given = list(_usual(config)) if variations is None else list(_expanded(variations))
-    for words in given:
+    settings = _usual(config) if variations is None else _expanded(variations)
+    for words in settings:
         try:
             varied = with_overrides(config, words)
         except UserError:
@@ -95,7 +95,7 @@ def _usual(config: Config) -> Iterator[list[str]]:
     )
     if produce.strategy == "async":
         extra = {0.0, 0.25, 0.5} - {produce.over_sample_threshold}
-        yield from ([f"produce.over_sample_threshold={one:g}"] for one in sorted(extra))
+        yield from ([f"produce.over_sample_threshold={share:g}"] for share in sorted(extra))
 
 
 def _expanded(variations: Sequence[str]) -> Iterator[list[str]]:
@@ -115,13 +115,13 @@ def split_configs(config: Config, gpus: int) -> list[Config]:
             f"--nodes: got {gpus} GPU to split, allowed: at least 2 (on one, launch.colocate=true)"
         )
     able = [ranks for ranks in range(1, gpus) if config.train.groups_per_step % ranks == 0]
-    found = []
+    splits = []
     for ranks in able[:: max(1, -(-len(able) // _MOST_SPLITS))]:
         words = [f"launch.num_producers={gpus - ranks}", f"launch.num_consumers={ranks}"]
         kind = [] if config.launch.kind != "inline" else ["launch.kind=local"]
         with contextlib.suppress(UserError):  # ranks that train.parallel cannot use
-            found.append(with_overrides(config, [*words, *kind, "launch.colocate=false"]))
-    return found
+            splits.append(with_overrides(config, [*words, *kind, "launch.colocate=false"]))
+    return splits
 
 
 def parse_nodes(text: str) -> int:
@@ -162,21 +162,21 @@ def check(run: str, profile: Profile) -> list[Check]:
 
 def measured(recording: Recording) -> tuple[float, float, float]:
     """Return a run's seconds from its first request to its last update, and the idle shares of both sides."""
-    asked = recording.calls(WaitKind.GENERATE, "engine")
+    requests = recording.calls(WaitKind.GENERATE, "engine")
     updates = recording.calls(WaitKind.TRAIN, "trainer")
-    if not asked or not updates:
+    if not requests or not updates:
         raise UserError(
-            f"--check: got {len(asked)} requests and {len(updates)} updates in the timeline, "
+            f"--check: got {len(requests)} requests and {len(updates)} updates in the timeline, "
             "allowed: a run that trained"
         )
-    begin, end = min(event.start for event in asked), max(event.end for event in updates)
+    begin, end = min(event.start for event in requests), max(event.end for event in updates)
     seconds = end - begin
 
     def busy(events: list[Event]) -> float:
         return covered(event for event in events if event.start < end)
 
     works = [event for kind in _TRAINER_WORKS for event in recording.calls(kind, "trainer")]
-    lanes = {event.lane for event in asked}
-    used = sum(busy([event for event in asked if event.lane == lane]) for lane in lanes)
+    lanes = {event.lane for event in requests}
+    used = sum(busy([event for event in requests if event.lane == lane]) for lane in lanes)
     engines = max(len(lanes), recording.config.launch.num_producers)
     return seconds, max(0.0, 1 - busy(works) / seconds), max(0.0, 1 - used / engines / seconds)

@@ -53,11 +53,11 @@ def text_of(profile: Profile, plan: Plan) -> Iterator[str]:
 _HEAD = "tokens/s    change   s/step  trainer idle  engines idle  staleness"
 
 
-def _row(name: str, one: Result, base: Result) -> str:
-    change = f"{one.tokens_per_s / base.tokens_per_s - 1:+.0%}" if one is not base else ""
+def _row(name: str, result: Result, base: Result) -> str:
+    change = f"{result.tokens_per_s / base.tokens_per_s - 1:+.0%}" if result is not base else ""
     return (
-        f"{name:<34}{one.tokens_per_s:>10,.0f}{change:>10}{one.seconds_per_step:>9.2f}"
-        f"{one.trainer_idle:>14.1%}{one.engine_idle:>14.1%}{one.mean_staleness:>11.2f}"
+        f"{name:<34}{result.tokens_per_s:>10,.0f}{change:>10}{result.seconds_per_step:>9.2f}"
+        f"{result.trainer_idle:>14.1%}{result.engine_idle:>14.1%}{result.mean_staleness:>11.2f}"
     )
 
 
@@ -78,16 +78,16 @@ def check_lines(run: str, source: str, checks: Sequence[Check]) -> Iterator[str]
     """Yield a real run beside its prediction."""
     yield f"{run}, predicted from {source}:"
     yield f"{'':<14}{'real':>12}{'predicted':>12}{'error':>12}"
-    for one in checks:
-        if one.is_share:
-            error = f"{one.error * 100:+.1f} points"
-            yield f"{one.name:<14}{one.real:>12.1%}{one.predicted:>12.1%}{error:>12}"
+    for check in checks:
+        if check.is_share:
+            error = f"{check.error * 100:+.1f} points"
+            yield f"{check.name:<14}{check.real:>12.1%}{check.predicted:>12.1%}{error:>12}"
         else:
-            yield f"{one.name:<14}{one.real:>12,.2f}{one.predicted:>12,.2f}{one.error:>+12.1%}"
+            yield f"{check.name:<14}{check.real:>12,.2f}{check.predicted:>12,.2f}{check.error:>+12.1%}"
 
 
 def check_json(checks: Sequence[Check]) -> str:
-    return json.dumps({one.name: {**asdict(one), "error": one.error} for one in checks})
+    return json.dumps({check.name: {**asdict(check), "error": check.error} for check in checks})
 
 
 def json_of(profile: Profile, plan: Plan) -> str:
@@ -119,12 +119,12 @@ def _figures(result: Result, steps: int) -> dict[str, object]:
 def picture(plan: Plan) -> str:
     """Return an SVG: tokens/s and the idle shares of both sides, over the splits or the variations."""
     if plan.splits:
-        points = [(f"{one.engines}+{one.ranks}", one) for one in plan.splits]
+        points = [(f"{result.engines}+{result.ranks}", result) for result in plan.splits]
         title = "engines + trainer ranks"
     else:
         points = [("as it is", plan.base), *plan.variations.items()]
         title = "settings"
-    most = max(one.tokens_per_s for _, one in points) or 1.0
+    most = max(result.tokens_per_s for _, result in points) or 1.0
     height = _HEIGHT - _TOP - _BOTTOM
     gap = (_WIDTH - 2 * _LEFT) / max(1, len(points) - 1)
 
@@ -154,9 +154,9 @@ def picture(plan: Plan) -> str:
         for n, (name, colour) in enumerate(names)
     )
     lines = [
-        line([one.tokens_per_s / most for _, one in points], _RATE),
-        line([one.trainer_idle for _, one in points], _TRAINER),
-        line([one.engine_idle for _, one in points], _ENGINE),
+        line([result.tokens_per_s / most for _, result in points], _RATE),
+        line([result.trainer_idle for _, result in points], _TRAINER),
+        line([result.engine_idle for _, result in points], _ENGINE),
     ]
     below = f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 14}" text-anchor="middle" font-size="12">{title}</text>'
     return (

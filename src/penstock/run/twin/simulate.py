@@ -146,11 +146,11 @@ def packs(launch: LaunchConfig) -> list[tuple[int, int]]:
     """The packs of engines: the number of its first engine, and how many equal ones it has."""
     size = math.ceil(launch.num_producers / MOST_ENGINES)
     counts = [kind.count for kind in launch.producer_kinds]
-    found, first = [], 0
+    packed, first = [], 0
     for count in (*counts, launch.num_producers - sum(counts)):
-        found += [(first + n, min(size, count - n)) for n in range(0, count, size)]
+        packed += [(first + n, min(size, count - n)) for n in range(0, count, size)]
         first += count
-    return found
+    return packed
 
 
 async def _run(config: Config, profile: Profile, steps: int, all_steps: int) -> Result:

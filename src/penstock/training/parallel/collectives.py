@@ -7,6 +7,7 @@ two states it leads between; its backward pass leads the gradient the other way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,26 +19,33 @@ from penstock.training.parallel.ranks import Axis
 
 def use_equal(tensor: Tensor, axis: Axis) -> Tensor:
     """Return an equal tensor as it is; sum its gradient, of which each rank has a part."""
-    result: Tensor = _Use.apply(tensor, axis)
-    return result
+    return _through(tensor, lambda whole: whole.view_as(whole), lambda grad: all_sum(grad, axis))
 
 
 def sum_partial(tensor: Tensor, axis: Axis) -> Tensor:
     """Return the sum of a partial tensor, equal on every rank; its gradient is equal too."""
-    result: Tensor = _Sum.apply(tensor, axis)
-    return result
+    return _through(tensor, lambda part: all_sum(part, axis), lambda grad: grad)
 
 
 def gather_split(tensor: Tensor, axis: Axis) -> Tensor:
     """Return the whole of a tensor that is split along its last dimension."""
-    result: Tensor = _Gather.apply(tensor, axis)
-    return result
+    return _through(tensor, lambda own: _whole(own, axis, -1), lambda grad: _own(grad, axis, -1))
 
 
 def split_equal(tensor: Tensor, axis: Axis) -> Tensor:
     """Return this rank's slice of an equal tensor, along its last dimension."""
-    result: Tensor = _Split.apply(tensor, axis)
-    return result
+    return _through(
+        tensor, lambda whole: _own(whole, axis, -1), lambda grad: _whole(grad, axis, -1)
+    )
+
+
+def gather_tokens(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Return the slices of all ranks along `dim`; each rank then has a part of the gradient."""
+    return _through(
+        tensor,
+        lambda own: _whole(own, axis, dim),
+        lambda grad: _own(all_sum(grad, axis), axis, dim),
+    )
 
 
 def all_sum(tensor: Tensor, axis: Axis) -> Tensor:
@@ -69,65 +77,33 @@ def all_gather(tensor: Tensor, axis: Axis, dim: int, total: int) -> Tensor:
     return torch.cat(parts, dim).narrow(dim, 0, total)
 
 
-class _Use(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_sum(grads[0], ctx.axis), None
+def _whole(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Join slices of one size."""
+    return all_gather(tensor, axis, dim % tensor.ndim, tensor.shape[dim] * axis.size)
 
 
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        return all_sum(tensor, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+def _own(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Cut this rank's slice out of a tensor."""
+    size = tensor.shape[dim] // axis.size
+    return tensor.narrow(dim, axis.index * size, size).contiguous()
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        ctx.axis, ctx.size = axis, tensor.shape[-1]
-        return all_gather(tensor, axis, tensor.ndim - 1, tensor.shape[-1] * axis.size)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].narrow(-1, ctx.axis.index * ctx.size, ctx.size).contiguous(), None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        size = tensor.shape[-1] // axis.size
-        return tensor.narrow(-1, axis.index * size, size).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0]
-        return all_gather(grad, ctx.axis, grad.ndim - 1, grad.shape[-1] * ctx.axis.size), None
-
-
-def gather_tokens(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return the slices of all ranks along `dim`; each rank then has a part of the gradient."""
-    result: Tensor = _GatherTokens.apply(tensor, axis, dim)
+def _through(
+    tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+) -> Tensor:
+    result: Tensor = _Through.apply(tensor, forward, backward)
     return result
 
 
-class _GatherTokens(torch.autograd.Function):
+class _Through(torch.autograd.Function):
+    """Leads a tensor through one function, and its gradient through another."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim, ctx.size = axis, dim, tensor.shape[dim]
-        return all_gather(tensor, axis, dim, tensor.shape[dim] * axis.size)
+    def forward(ctx: Any, tensor: Tensor, forward: Any, backward: Any) -> Tensor:
+        ctx.lead_back = backward
+        result: Tensor = forward(tensor)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        whole = all_sum(grads[0], ctx.axis)
-        own = whole.narrow(ctx.dim, ctx.axis.index * ctx.size, ctx.size)
-        return own.contiguous(), None, None
+        return ctx.lead_back(grads[0]), None, None
