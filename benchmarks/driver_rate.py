@@ -34,7 +34,7 @@ from penstock.store.journal import Journal
 from penstock.types import StepReport, VersionSegment
 from penstock.waits import Waits
 from penstock.workers.pool.pool import EnginePool
-from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.workers.supervise.supervised import Events, Supervised
 from penstock.workers.supervise.worker import Worker
 
 GROUPS_PER_STEP, SLOTS = 512, 64
@@ -100,7 +100,7 @@ async def engine_pool(
         async def spawn(worker: Worker = worker) -> Worker:
             return worker
 
-        one = Supervised(worker.name, spawn, LaunchConfig(), SupervisionCallbacks(waits=waits))
+        one = Supervised(worker.name, spawn, LaunchConfig(), Events(waits=waits))
         await one.start()
         made.append(one)
     pool = EnginePool(made, waits)
@@ -112,8 +112,7 @@ async def measure(options: argparse.Namespace, engines: int, folder: Path) -> st
     waits = Waits()
     timeline = TimelineLog(folder / "timeline", waits)
     pool, workers = await engine_pool(engines, options.tokens, waits)
-    journal = Journal.open(folder / "journal.db")
-    journal.waits = waits
+    journal = Journal.open(folder / "journal.db", waits=waits)
     made = make_producer(
         pool,
         journal,

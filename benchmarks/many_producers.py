@@ -38,7 +38,7 @@ from penstock.types import Prompt, Rollout, Score, StepReport
 from penstock.waits import Waits
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.ray.actor import ActorWorker
-from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.workers.supervise.supervised import Events, Supervised
 from penstock.workers.supervise.worker import Worker
 
 GROUPS_PER_STEP, GENERATIONS = 128, 8
@@ -54,7 +54,7 @@ class Even(Reward):
 
 
 async def engines(count: int, tokens: int, folder: Path) -> EnginePool:
-    callbacks, settings = SupervisionCallbacks(waits=Waits()), LaunchConfig(kind="ray")
+    events, settings = Events(waits=Waits()), LaunchConfig(kind="ray")
 
     def make(number: int) -> Supervised:
         name = f"engine-{number}"
@@ -64,12 +64,12 @@ async def engines(count: int, tokens: int, folder: Path) -> EnginePool:
             await remote.build(FACTORY, tokens, timeout_s=300.0)
             return remote
 
-        return Supervised(name, spawn, settings, callbacks)
+        return Supervised(name, spawn, settings, events)
 
     made = [make(number) for number in range(count)]
     for start in range(0, count, 8):  # many processes start at once
         await asyncio.gather(*(one.start() for one in made[start : start + 8]))
-    return EnginePool(made, callbacks.waits)
+    return EnginePool(made, events.waits)
 
 
 def producer(engine: Any, journal: Journal, steps: int) -> Producer:

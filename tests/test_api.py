@@ -119,8 +119,8 @@ def test_an_exit_in_a_strategy_of_ones_own_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_before_the_run_is_open_is_kept() -> None:
-    stopping, told = StopSignals("on"), list[str]()
-    stopping.tell = told.append
+    told = list[str]()
+    stopping = StopSignals("on", told.append)
 
     async def work() -> None:
         StopSignals.interrupt()  # as the main thread's handler does

@@ -14,7 +14,7 @@ class Responder:
     def __init__(self) -> None:
         self.waits = Waits()
         self.closed: list[OpenWait] = []
-        self.waits.on_close = self.closed.append
+        self.waits.on_close(self.closed.append)
         self.lane = WaitInOrder(self.waits, "journal", WaitKind.SEND, "journal")
         self.marks: list[asyncio.Future[None]] = []
         self.is_closed = False

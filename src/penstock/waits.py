@@ -105,7 +105,7 @@ class OpenWait:
             waits.moved_at = now
             if self.responder and (kind is None or not issubclass(kind, WorkerDied)):
                 waits.note_answer(self, now)
-        waits.on_close(self)
+        waits.tell_closed(self)
 
 
 class Waits:
@@ -117,8 +117,16 @@ class Waits:
         self.answered: dict[tuple[str, WaitKind], float] = {}  # (responder, what) -> last time
         self.longest: dict[tuple[str, WaitKind], float] = {}  # (responder, what) -> seconds
         self.moved_at = clock()
-        self.on_close: Callable[[OpenWait], None] = lambda wait: None
+        self._closed: list[Callable[[OpenWait], None]] = []  # who is told of closed waits
         self.numbers = itertools.count()
+
+    def on_close(self, listener: Callable[[OpenWait], None]) -> None:
+        """Call `listener` with every wait that closes from now on."""
+        self._closed.append(listener)
+
+    def tell_closed(self, wait: OpenWait) -> None:
+        for listener in self._closed:
+            listener(wait)
 
     def wait(self, lane: str, what: WaitKind, detail: str = "", *, responder: str = "") -> OpenWait:
         """Return a wait that is open inside its `with` block."""

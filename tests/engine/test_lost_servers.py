@@ -19,7 +19,7 @@ from penstock.errors import EngineError
 from penstock.waits import Waits
 from penstock.workers.inline import ThreadWorker
 from penstock.workers.pool.pool import EnginePool
-from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.workers.supervise.supervised import Events, Supervised
 from stages import small_server
 from stages import tiny_policy as tiny
 from stages.command_runs import train
@@ -83,17 +83,17 @@ class ServedPool:
         self.may_start = asyncio.Event()
         self.may_start.set()
         self._back = asyncio.Event()
-        callbacks = SupervisionCallbacks(waits=Waits(), note=self._note)
+        events = Events(waits=Waits(), note=self._note)
         self._supervised = [
             Supervised(
                 f"engine-{number}",
                 lambda server=server: self._spawn(server.url),
                 LaunchConfig(restart_backoff_s=0.0),
-                callbacks,
+                events,
             )
             for number, server in enumerate(servers)
         ]
-        self._waits = callbacks.waits
+        self._waits = events.waits
 
     def _note(self, line: str) -> None:
         self.notes.append(line)

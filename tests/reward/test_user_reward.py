@@ -256,7 +256,7 @@ def test_each_call_is_a_wait_until_its_answer_or_a_stop() -> None:
         config = RewardConfig(type="users_rewards:picky")
         reward = build_reward([config], max_tokens=10, waits=waits)
         answered = asyncio.Event()
-        waits.on_close = lambda wait: answered.set()
+        waits.on_close(lambda wait: answered.set())
         asked = [rollout("slow", name="a"), rollout("quick", name="b")]
         scoring = asyncio.create_task(reward.score_each(asked, [prompt()] * 2))
         await answered.wait()

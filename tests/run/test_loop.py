@@ -52,6 +52,7 @@ def test_no_engine_is_asked_between_an_update_and_its_commit() -> None:
         journal=SimpleNamespace(commit_step=commit),
         workers=SimpleNamespace(restarts=0),
         log_step=lambda batch, report: None,
+        status=SimpleNamespace(doing=lambda activity: None),
         checkpoints=SimpleNamespace(due=lambda step: False),
     )
     asyncio.run(Loop(job)._one_step(1))  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def run(config: Config, disturb: Disturb | None = None) -> tuple[RunFolder, list
 
     async def train() -> None:
         async with open_job(config, folder) as job:
-            job.workers.callbacks.note = notes.append
+            job.notes.listen(notes.append)
             notes.append(job.workers.description)
             async with job.watched():
                 await begin(job)
@@ -73,14 +73,12 @@ def run(config: Config, disturb: Disturb | None = None) -> tuple[RunFolder, list
 
 def when_told(job: Job, words: str, act: Callable[[], object]) -> None:
     """Call `act` for each note to the user that contains these words."""
-    tell = job.workers.callbacks.note
 
     def note(text: str) -> None:
-        tell(text)
         if words in text:
             act()
 
-    job.workers.callbacks.note = note
+    job.notes.listen(note)
 
 
 def digests(folder: RunFolder) -> list[str]:

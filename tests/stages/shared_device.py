@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.workers.assemble import start_all
 from penstock.workers.colocated import ColocatedTrainer
 from penstock.workers.pool.pool import EnginePool
-from penstock.workers.supervise.supervised import Call, Supervised
+from penstock.workers.supervise.supervised import Supervised
+from penstock.workers.supervise.trainer import RestartingTrainer, TrainerPart
 from stages.fake_engine import FakeEngine
 from stages.supervised import Crew, FakeWorker, settings
 
@@ -159,20 +161,20 @@ class Shift(Crew):
             self.trainers.append(Tenant("trainer", part, self.device))
             return self.trainers[-1]
 
-        async def restore(call: Call) -> None:
+        async def restore(part: TrainerPart) -> None:
             for step in range(1, self.committed + 1):
-                await call("train", Batch(step=step, groups=()))
+                await part.train(Batch(step=step, groups=()))
 
-        trainer = Supervised("trainer", spawn, settings(max_restarts=9), self.callbacks)
+        trainer = Supervised("trainer", spawn, settings(max_restarts=9), self.events)
         engines = [
-            Supervised(name, self._spawner(name), settings(max_restarts=9), self.callbacks)
+            Supervised(name, self._spawner(name), settings(max_restarts=9), self.events)
             for name in self.made
         ]
         await start_all(trainer, engines, settings(colocate=True))
-        trainer.prepare = restore
-        together = EnginePool(engines, self.callbacks.waits, make=self._make)
+        together = EnginePool(engines, self.events.waits, make=self._make, shares_gpu=True)
         publishes = lambda step: step % every == 0  # noqa: E731
-        part = ColocatedTrainer(trainer, together, publishes)
+        part = ColocatedTrainer(RestartingTrainer(trainer), together, publishes)
+        part.restart_with(restore)
         self.supervised = trainer
         self.device.log.clear()
         return together, part
@@ -212,13 +214,13 @@ class Shift(Crew):
     def return_of(self, engines: EnginePool, index: int) -> asyncio.Event:
         """Return an event that is set when a dead engine serves again."""
         one, back = self.supervised_engine(engines, index), asyncio.Event()
-        take_back = one.when_back
+        owner = one._owner
 
         async def told() -> None:
-            await take_back()
+            await owner.when_back()
             back.set()
 
-        one.when_back = told
+        one.restart_with(replace(owner, when_back=told))
         return back
 
     def all_serve(self) -> bool:

@@ -16,7 +16,7 @@ from penstock.types import WeightHandle
 from penstock.waits import Waits
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.processes.process_worker import ProcessWorker
-from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.workers.supervise.supervised import Events, Supervised
 from stages.echo import ECHO
 from stages.fake_engine import FakeEngine
 
@@ -32,7 +32,7 @@ class Play:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self.callbacks = SupervisionCallbacks(waits=Waits(), note=self.notes.append)
+        self.events = Events(waits=Waits(), note=self.notes.append)
 
     def echo(self, folder: Path, **fields: Any) -> Supervised:
         async def spawn() -> ProcessWorker:
@@ -41,7 +41,7 @@ class Play:
                 "echo", ECHO, "hello", log_path=log, threads=1, timeout_s=60
             )
 
-        return Supervised("echo", spawn, settings(**fields), self.callbacks)
+        return Supervised("echo", spawn, settings(**fields), self.events)
 
 
 async def nothing(worker: Any) -> None: ...
@@ -96,7 +96,7 @@ class EngineCrew(Play):
         self.workers: dict[int, FakeWorker] = {}
         self._revived = [asyncio.Event() for _ in engines]
         supervised = [self._make(index) for index in range(len(engines))]
-        waits, note = self.callbacks.waits, self.notes.append
+        waits, note = self.events.waits, self.notes.append
         self.pool = EnginePool(supervised, waits, self._make, note=note, **options)
 
     async def start(self) -> EnginePool:
@@ -114,7 +114,7 @@ class EngineCrew(Play):
             return self.workers[index]
 
         many = settings(max_restarts=10**6)
-        return Supervised(f"engine-{index}", spawn, many, self.callbacks)
+        return Supervised(f"engine-{index}", spawn, many, self.events)
 
     async def add(self, engine: Any) -> None:
         self.engines.append(engine)
@@ -136,17 +136,17 @@ class Crew(Play):
 
     async def start(self) -> EnginePool:
         supervised = [
-            Supervised(name, self._spawner(name), settings(**self._fields), self.callbacks)
+            Supervised(name, self._spawner(name), settings(**self._fields), self.events)
             for name in self.made
         ]
         for one in supervised:
             await one.start()
-        return EnginePool(supervised, self.callbacks.waits, make=self._make)
+        return EnginePool(supervised, self.events.waits, make=self._make)
 
     def _make(self, number: int) -> Supervised:
         name = f"engine-{number}"
         self.made[name] = []
-        return Supervised(name, self._spawner(name), settings(**self._fields), self.callbacks)
+        return Supervised(name, self._spawner(name), settings(**self._fields), self.events)
 
     def _spawner(self, name: str) -> Any:
         async def spawn() -> FakeWorker:

@@ -336,14 +336,14 @@ def test_an_engine_that_was_told_to_pause_is_not_taken_for_stuck() -> None:
             return FakeWorker("engine-0", Paused())
 
         shift = Shift(0)
-        one = Supervised("engine-0", spawn, settings(), shift.callbacks)
+        one = Supervised("engine-0", spawn, settings(), shift.events)
         await one.start()
         workers = Workers(
             engine=FakeEngine(),
             trainer=None,  # type: ignore[arg-type]
             close=lambda: nothing(None),
             description="",
-            callbacks=shift.callbacks,
+            events=shift.events,
             supervised={"engine-0": one},
         )
         assert await workers.progress_of("engine-0") != await workers.progress_of("engine-0")

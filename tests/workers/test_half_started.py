@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from penstock.errors import EngineError, WorkerDied
+from penstock.waits import Waits
 from penstock.workers import inline
 from penstock.workers.offline_trainer import offline_trainer
 from penstock.workers.processes import local
+from penstock.workers.supervise.supervised import Events
 from stages.disturbed_run import config_of
 
 
@@ -41,7 +43,7 @@ def test_inline_closes_the_trainer_if_the_engine_cannot_start(
 
     async def main() -> None:
         with pytest.raises(EngineError, match="does not fit"):
-            await inline.start(config_of(tmp_path, "half"), 1, tmp_path)
+            await inline.start(config_of(tmp_path, "half"), 1, tmp_path, Events(waits=Waits()))
         assert part.stopped
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -105,7 +107,10 @@ def test_an_offline_trainer_closes_ranks_that_do_not_answer(
 
     async def main() -> None:
         async with offline_trainer(
-            config_of(tmp_path, "off", "launch.num_consumers=2"), 1, tmp_path
+            config_of(tmp_path, "off", "launch.num_consumers=2"),
+            1,
+            tmp_path,
+            Events(waits=Waits()),
         ):
             raise KeyError("of the caller")
 

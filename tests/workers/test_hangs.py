@@ -27,7 +27,7 @@ from penstock.types import Batch, StepReport, WeightHandle
 from penstock.waits import WaitKind
 from penstock.workers.pool.node_copies import NodeCopies
 from penstock.workers.pool.pool import EnginePool
-from penstock.workers.supervise.supervised import CALLS, SupervisionCallbacks
+from penstock.workers.supervise.supervised import CALLS, Events
 from penstock.workers.supervise.trainer import RestartingTrainer
 from stages.fake_engine import FakeEngine
 from stages.rewards import CountingReward
@@ -156,8 +156,8 @@ async def a_node_that_receives_nothing(stage: WatchdogStage) -> None:
     async def spawn(name: str, node: str, folder: str) -> SilentWorker:
         return SilentWorker(name, endpoint=None)
 
-    callbacks = SupervisionCallbacks(waits=stage.waits, note=lambda text: None)
-    copies = NodeCopies(spawn, LaunchConfig(), callbacks)
+    events = Events(waits=stage.waits, note=lambda text: None)
+    copies = NodeCopies(spawn, LaunchConfig(), events)
     copies.place_engine(0, "there")
     await copies.copy_for(0, replace(HANDLE, location={"node": "here"}))
 

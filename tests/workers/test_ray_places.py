@@ -258,7 +258,7 @@ def test_one_more_engine_than_fits_now_is_waited_for_a_bounded_time_and_leaves_n
         try:
             with pytest.raises(RunError, match=r"engine-9: Ray gave it no place within 0.1 s"):
                 await placement.start_actor("engine-9", slot, sat)
-            placement.free(slot, None)
+            placement.free(slot, "engine-9")
             assert slot not in placement.producers
             placement.producers[0].worker.given_up = WorkerDied("it was drained")  # type: ignore[union-attr]
             assert placement.take("engine-9", 9) is placement.producers[0]

@@ -41,7 +41,8 @@ def test_weights_reach_every_node_though_a_distributor_is_killed(
 
     async def disturb(job: Job, step: int) -> None:
         """Kill a distributor at step 3, after the second weights have been sent."""
-        job.workers.callbacks.note = notes.append
+        if step == 1:
+            job.notes.listen(notes.append)
         if step == 3:
             told = re.search(r"distributor-1: passes weights on, .* pid (\d+)", "\n".join(notes))
             assert told is not None, notes

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from penstock.config import Config, EvalConfig, SamplingConfig, TaskDataConfig
 from penstock.config.plugins import load
@@ -26,7 +26,7 @@ from penstock.engine.protocol import InferenceEngine, SamplingParams
 from penstock.errors import UserError
 from penstock.inspection.findings.live import LiveFindings
 from penstock.inspection.track.console import StartDisplay
-from penstock.inspection.track.logs import RolloutLog, TimelineLog, restore_metrics
+from penstock.inspection.track.logs import Notes, RolloutLog, TimelineLog, restore_metrics
 from penstock.inspection.track.trackers import Fanout, RunInfo
 from penstock.reward import build_reward
 from penstock.rollout import (
@@ -34,7 +34,6 @@ from penstock.rollout import (
     IsValidSample,
     ProduceProgress,
     Producer,
-    ProducerSnapshot,
     ProduceTask,
     ReplayBuffer,
     strategy_config,
@@ -44,6 +43,7 @@ from penstock.rollout.agent.check import CheckResult
 from penstock.rollout.agent.function import FunctionAgent, Interrupted
 from penstock.rollout.evaluation.background import Evaluations
 from penstock.rollout.evaluation.evaluate import EvalTask, choose_problems
+from penstock.run.foundation import BatchSource, Foundation, NewestVersion, Status, lay_foundation
 from penstock.run.run_data import RunData, count_steps, left_behind
 from penstock.store.checkpoint import CheckpointStore
 from penstock.store.journal import Journal
@@ -57,43 +57,15 @@ from penstock.workers import LAUNCHERS
 from penstock.workers.control import Control
 from penstock.workers.inline import start_engine
 from penstock.workers.offline_trainer import offline_trainer
-from penstock.workers.supervise.trainer import TrainerPart
+from penstock.workers.supervise.supervised import Events
 from penstock.workers.watchdog import Watchdog, watched
-from penstock.workers.workers import Workers
+from penstock.workers.workers import RestartableTrainer, Workers
 
 if TYPE_CHECKING:
     from penstock.rollout.agent.endpoint import Endpoint
 
 
-class BatchSource(Protocol):
-    """Where the batches of a run come from: its producer, or the journal of another run."""
-
-    async def restore(self, journal: Journal) -> None:
-        """Continue from what the run's own journal holds."""
-
-    async def run(self) -> None:
-        """Prepare batches until cancelled."""
-
-    async def take_batch(self, step: int) -> Batch:
-        """Wait for the batch of a step; it is journalled when this returns."""
-
-    def weights_updated(self, version: int) -> None:
-        """Note that the engines confirmed these weights."""
-
-    async def pause(self, *, abort: bool) -> float:
-        """Generate nothing until `resume`; abort what is running or wait for it; return the seconds."""
-
-    def resume(self) -> None:
-        """Generate again; do nothing if it was not paused."""
-
-    def read_metrics(self) -> dict[str, float]:
-        """Return the metrics of the producing side since the last call."""
-
-    def snapshot(self) -> ProducerSnapshot:
-        """Return the counts of groups by state, and the open waits."""
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, frozen=True, kw_only=True)
 class Job:
     """What the loop drives."""
 
@@ -102,6 +74,9 @@ class Job:
     total_steps: int
     workers: Workers
     source: BatchSource
+    status: Status
+    notes: Notes
+    newest_version: NewestVersion
     journal: Journal
     checkpoints: CheckpointStore
     evaluations: Evaluations
@@ -110,12 +85,10 @@ class Job:
     timeline: TimelineLog
     tracker: Fanout
     facts: dict[str, str] = field(default_factory=dict)  # what the run depends on (identity.py)
-    newest_batch: Batch | None = None  # that was trained
-    activity: str = "starting"  # what the loop is doing now, for the display
     start_report: list[str] = field(default_factory=list)  # how long each worker's stages took
 
     @property
-    def trainer(self) -> TrainerPart:
+    def trainer(self) -> RestartableTrainer:
         return self.workers.trainer
 
     @property
@@ -125,31 +98,7 @@ class Job:
 
     @property
     def waits(self) -> Waits:
-        return self.workers.callbacks.waits
-
-    def producer_waits(self) -> list[str]:
-        """Return the open waits of the producing side, each as a phrase with its duration."""
-        return [
-            f"{wait.who} waits for {wait.what} ({wait.seconds:.1f} s)"
-            for wait in self.source.snapshot().waits
-            if wait.seconds >= 0.1
-        ]
-
-    def live(self) -> str:
-        """Return what the loop does, the open waits, then the group counts of each task."""
-        first = "; ".join([self.activity, *self.producer_waits()])
-        return "\n".join([first, *map(str, self.source.snapshot().tasks)])
-
-    def last_failure(self) -> str:
-        """Return why a group failed, the newest reason of the first task that has one."""
-        return next(
-            (task.last_error for task in self.source.snapshot().tasks if task.last_error), ""
-        )
-
-    def next_batch(self) -> tuple[int, int]:
-        """Return how many groups of the next batch are there, and how many it needs."""
-        now = self.source.snapshot()
-        return now.batch_ready, now.batch_size
+        return self.workers.events.waits
 
     async def take_batch(self, step: int) -> Batch:
         with self.waits.wait("loop", WaitKind.WAIT, f"groups of step {step}"):
@@ -157,7 +106,7 @@ class Job:
 
     def log_step(self, batch: Batch, report: StepReport) -> None:
         """Look for findings, and give the metrics and some samples of a step to whoever shows them."""
-        self.newest_batch = batch
+        self.status.trained(batch)
         memory = available_mib()
         metrics = {**report.metrics, **self.timeline.read_metrics()}
         if memory is not None:
@@ -186,40 +135,51 @@ class Job:
             end_workers=self.workers.end,
             progress_of=self.workers.progress_of,
             activity_of=self.workers.activity_of,
-            producer_waits=self.producer_waits,
+            producer_waits=self.status.producer_waits,
         )
 
 
 @asynccontextmanager
-async def open_job(config: Config, folder: RunFolder) -> AsyncIterator[Job]:
+async def open_job(
+    config: Config, folder: RunFolder, notes: Notes | None = None
+) -> AsyncIterator[Job]:
     """Build the parts of a run, and close every one of them at the end, also after an error."""
     async with AsyncExitStack() as closing:
-        journal = Journal.open(folder.journal)
-        closing.callback(journal.close)
+        base = lay_foundation(folder, notes or Notes(), closing)
         report: list[str] = []
-        data, facts, total_steps, workers = await _load_and_launch(config, folder, closing, report)
-        journal.waits = workers.callbacks.waits
-        notes: list[str] = []
+        data, facts, total_steps, workers = await _load_and_launch(
+            config, folder, base.events, closing, report
+        )
+        doubts: list[str] = []  # told when the tracker is there
         asking = (*config.tasks.values(), *config.eval.tasks.values())
         endpoint = await serve_agents(asking, closing)
         source = await _producer(
-            config, data, workers, journal, total_steps, closing, endpoint, notes
+            config, data, workers, base.journal, total_steps, closing, endpoint, doubts
         )
-        eval_tasks = _eval_tasks(config, data, journal.waits, closing, endpoint)
-        job = join_parts(config, folder, journal, workers, source, total_steps, closing, eval_tasks)
+        eval_tasks = _eval_tasks(config, data, base.waits, closing, endpoint)
         overlaps = await left_behind(lambda: _overlaps(data, eval_tasks))
-        job.facts = {**facts, **overlaps, TOTAL_STEPS: str(total_steps)}
-        job.start_report = report
+        job = join_parts(
+            config,
+            folder,
+            base,
+            workers,
+            source,
+            total_steps,
+            closing,
+            eval_tasks,
+            facts={**facts, **overlaps, TOTAL_STEPS: str(total_steps)},
+            start_report=report,
+        )
         await _serve_control(folder, workers, closing)
         refuses = run_settings(config).filter_groups or config.produce.is_valid_sample
         if config.train.episodes is not None and refuses:
-            job.tracker.note(
+            job.notes.add(
                 f"note: train.episodes {config.train.episodes:g} is {total_steps} steps of trained groups; "
                 "refused groups are drawn in addition, so the run passes over its prompts more often"
             )
-        for text in notes:
-            job.tracker.note(text)
-        job.findings.start(journal.last_committed_step(), job.facts)
+        for text in doubts:
+            job.notes.add(text)
+        job.findings.start(base.journal.last_committed_step(), job.facts)
         yield job
 
 
@@ -238,57 +198,69 @@ def _overlaps(data: RunData, eval_tasks: Sequence[EvalTask]) -> dict[str, str]:
 def join_parts(
     config: Config,
     folder: RunFolder,
-    journal: Journal,
+    base: Foundation,
     workers: Workers,
     source: BatchSource,
     total_steps: int,
     closing: AsyncExitStack,
     eval_tasks: Sequence[EvalTask] = (),
+    *,
+    facts: dict[str, str],
+    start_report: Sequence[str] = (),
 ) -> Job:
-    """Add what every run has: checkpoints, evaluations, logs and trackers."""
-    job = Job(
+    """Add what every run has: the tracker, then checkpoints, evaluations and logs."""
+    status, note = Status(source), base.notes.add
+    base.newest_version.follow(source.weights_updated)
+    findings = LiveFindings(
+        folder, config, total_steps, note=note, last_failure=status.last_failure
+    )
+    tracker = _tracker(config, folder, base.journal, total_steps, status, findings)
+    closing.callback(tracker.close)
+    base.notes.listen(tracker.note)
+    timeline = TimelineLog(folder.path / "timeline", base.waits, note)
+    closing.callback(timeline.close)
+    rollout_log = RolloutLog(
+        folder.path / "rollouts.jsonl",
+        every_steps=config.track.rollouts_every_steps,
+        note=note,
+    )
+    closing.callback(rollout_log.close)
+    checkpoints = CheckpointStore(
+        folder.checkpoints,
+        config.checkpoint,
+        report=note,
+        before_rename=base.journal.sync,
+        after_prune=partial(_prune_payloads, base.journal, config),
+    )
+    closing.push_async_callback(checkpoints.settle)
+    evaluations = Evaluations(
+        tasks=eval_tasks,
+        folder=folder.evaluations,
+        engine=workers.engine,
+        waits=base.waits,
+        log=tracker.log_eval,
+        note=note,
+        set_aside=workers.set_aside,
+    )
+    return Job(
         config=config,
         folder=folder,
         total_steps=total_steps,
         workers=workers,
         source=source,
-        journal=journal,
-        checkpoints=CheckpointStore(
-            folder.checkpoints,
-            config.checkpoint,
-            report=lambda text: job.tracker.note(text),
-            before_rename=journal.sync,
-            after_prune=lambda oldest_step: _prune_payloads(journal, config, oldest_step),
-        ),
-        evaluations=Evaluations(
-            tasks=eval_tasks,
-            folder=folder.evaluations,
-            engine=workers.engine,
-            waits=workers.callbacks.waits,
-            log=lambda step, metrics: job.tracker.log_eval(step, metrics),
-            note=lambda text: job.tracker.note(text),
-            set_aside=workers.set_aside,
-        ),
-        rollout_log=RolloutLog(
-            folder.path / "rollouts.jsonl",
-            every_steps=config.track.rollouts_every_steps,
-            note=lambda text: job.tracker.note(text),
-        ),
-        findings=LiveFindings(folder, config, total_steps, last_failure=lambda: job.last_failure()),
-        timeline=TimelineLog(
-            folder.path / "timeline",
-            workers.callbacks.waits,
-            lambda text: job.tracker.note(text),
-        ),
-        tracker=Fanout({}),
+        status=status,
+        notes=base.notes,
+        newest_version=base.newest_version,
+        journal=base.journal,
+        checkpoints=checkpoints,
+        evaluations=evaluations,
+        rollout_log=rollout_log,
+        findings=findings,
+        timeline=timeline,
+        tracker=tracker,
+        facts=facts,
+        start_report=list(start_report),
     )
-    job.tracker = _tracker(job)
-    workers.callbacks.note = job.findings.note = job.tracker.note
-    closing.callback(job.tracker.close)
-    closing.callback(job.timeline.close)
-    closing.callback(job.rollout_log.close)
-    closing.push_async_callback(job.checkpoints.settle)
-    return job
 
 
 def _prune_payloads(journal: Journal, config: Config, oldest_step: int) -> None:
@@ -324,7 +296,11 @@ async def _load_and_measure(config: Config) -> tuple[RunData, dict[str, str]]:
 
 
 async def _load_and_launch(
-    config: Config, folder: RunFolder, closing: AsyncExitStack, report: list[str]
+    config: Config,
+    folder: RunFolder,
+    events: Events,
+    closing: AsyncExitStack,
+    report: list[str],
 ) -> tuple[RunData, dict[str, str], int, Workers]:
     """Load data here and models in their workers; at the same time if the number of steps is known."""
     launch = load("launch.kind", config.launch.kind, LAUNCHERS)
@@ -335,7 +311,7 @@ async def _load_and_launch(
             steps = count_steps(config, (await loading)[0].train)
         try:
             display.tell("loading the model into trainer and engines")
-            workers: Workers = await launch(config, steps, folder.logs)
+            workers: Workers = await launch(config, steps, folder.logs, events)
             closing.push_async_callback(workers.close)
             if workers.engine is not None:
                 await workers.engine.start()
@@ -355,7 +331,11 @@ async def _load_and_launch(
 
 @asynccontextmanager
 async def open_trainer(
-    config: Config, log_folder: Path, total_steps: int | None = None
+    config: Config,
+    log_folder: Path,
+    total_steps: int | None = None,
+    *,
+    events: Events | None = None,
 ) -> AsyncIterator[Workers]:
     """Start the trainer of a run without an engine, to train on journalled batches.
 
@@ -364,7 +344,8 @@ async def open_trainer(
     steps = config.train.steps or total_steps
     if steps is None:
         steps = count_steps(config, (await RunData.read(config)).train)
-    async with offline_trainer(config, steps, log_folder) as workers:
+    events = events or Events(waits=Waits())
+    async with offline_trainer(config, steps, log_folder, events) as workers:
         yield workers
 
 
@@ -424,7 +405,7 @@ async def _producer(
         ],
         replay_buffer=buffer,
         journal=journal,
-        waits=workers.callbacks.waits,
+        waits=workers.events.waits,
         progress=ProduceProgress.build(list(config.tasks)),
         groups_per_step=config.train.groups_per_step,
         sync_weights_interval=config.sync.every_steps,
@@ -479,13 +460,13 @@ async def _agent_loop(
     """Return the agent loop of a task, with its rewards: here, or in actors of its own."""
     task, is_chat = config.tasks[name], data.train[name].is_chat
     if task.agent_actors and workers.start_agent is not None:
-        remote = await workers.start_agent(name, sampling, is_chat)
+        remote = await workers.start_agent(workers, name, sampling, is_chat)
         closing.push_async_callback(remote.close)
         return remote
     reward = build_reward(
         task.rewards,
         max_tokens=sampling.max_tokens,
-        waits=workers.callbacks.waits,
+        waits=workers.events.waits,
         lane=f"rewards of {name}",
         is_chat=is_chat,
     )
@@ -577,19 +558,26 @@ def _eval_tasks(
     return tasks
 
 
-def _tracker(job: Job) -> Fanout:
-    reports = job.journal.steps()
-    if reports or job.folder.metrics.exists():
-        restore_metrics(job.folder.metrics, reports)
+def _tracker(
+    config: Config,
+    folder: RunFolder,
+    journal: Journal,
+    total_steps: int,
+    status: Status,
+    findings: LiveFindings,
+) -> Fanout:
+    reports = journal.steps()
+    if reports or folder.metrics.exists():
+        restore_metrics(folder.metrics, reports)
     info = RunInfo(
-        config=job.config,
-        folder=job.folder.path,
-        name=job.folder.name,
-        total_steps=job.total_steps,
+        config=config,
+        folder=folder.path,
+        name=folder.name,
+        total_steps=total_steps,
         first_step=reports[-1].step if reports else 0,
-        live=job.live,
-        findings=lambda: job.findings.open,
-        batch=lambda: job.newest_batch,
-        next_batch=job.next_batch,
+        live=status.live,
+        findings=lambda: findings.open,
+        batch=lambda: status.newest_batch,
+        next_batch=status.next_batch,
     )
     return Fanout.from_info(info)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
-from functools import partial
 
 from penstock.engine.protocol import InferenceEngine
 from penstock.errors import RunError, StopRequested
@@ -30,7 +29,6 @@ class Loop:
     def __init__(self, job: Job, *, first_step: int = 0) -> None:
         self._job = job
         self.step = first_step  # updates done
-        self._newest = first_step  # the version that engines have confirmed
         self._tasks: asyncio.TaskGroup
         self._training: asyncio.Task[StepReport] | None = None
         self._updating: asyncio.Task[None] | None = None
@@ -45,9 +43,6 @@ class Loop:
 
     async def _all_steps(self) -> None:
         job = self._job
-        job.workers.callbacks.first_loaded = self._loaded
-        job.workers.callbacks.confirmed = partial(job.journal.record_confirmed, "engine")
-        job.workers.callbacks.replaced = job.journal.record_published
         async with asyncio.TaskGroup() as self._tasks:
             producing = self._tasks.create_task(job.source.run(), name="produce")
             if self._evaluation_due():  # a resumed run evaluates what it had not yet
@@ -57,11 +52,11 @@ class Loop:
             await self._settle()
             await job.evaluations.finished()
             producing.cancel()
-        job.activity = "done"
+        job.status.doing("done")
 
     async def _one_step(self, step: int) -> None:
         job, started = self._job, loop_time()
-        job.activity = f"waiting for the groups of step {step}"
+        job.status.doing(f"waiting for the groups of step {step}")
         batch = await job.take_batch(step)
         waited = loop_time() - started
         if job.config.launch.colocate:
@@ -69,7 +64,7 @@ class Loop:
             if self._publishes(step):  # engines that sleep cannot finish or abort a response
                 await self._pause_producer()
         tokens = 0 if job.engine is None else (await job.engine.stats()).tokens_generated
-        job.activity = f"training step {step}"
+        job.status.doing(f"training step {step}")
         updating = self._train_and_commit(batch, tokens, started, waited)
         self._training = asyncio.create_task(updating, name=f"train step {step}")
         # a stop never parts an update from its commit
@@ -80,7 +75,7 @@ class Loop:
         if self._evaluation_due():
             await self._start_evaluation()
         if job.checkpoints.due(step):
-            job.activity = f"copying the state of step {step} for its checkpoint"
+            job.status.doing(f"copying the state of step {step} for its checkpoint")
             await job.checkpoints.begin(job.trainer)
 
     async def _train_and_commit(
@@ -115,8 +110,7 @@ class Loop:
         if not self._job.config.launch.colocate:
             await self._pause_producer()
         digest = await engine.update_weights(handle.version, handle)
-        if self._newest <= handle.version:  # else: a restarted trainer was past it
-            self._loaded(handle.version, digest)
+        self._job.newest_version.advance(handle.version, digest)
         self._job.source.resume()
 
     async def _pause_producer(self) -> None:
@@ -128,11 +122,6 @@ class Loop:
     def _publishes(self, step: int) -> bool:
         return self._job.config.publishes_after(step, self._job.total_steps)
 
-    def _loaded(self, version: int, digest: str) -> None:
-        """Called when the first engines have loaded a version, and again when all have but late ones."""
-        self._newest = version
-        self._job.source.weights_updated(version)
-
     async def _start_evaluation(self) -> None:
         waits = self._job.config.eval.blocking
         colocated = self._job.config.launch.colocate  # its engines sleep while a step trains
@@ -143,7 +132,7 @@ class Loop:
             beside=not waits and not colocated and self.step < self._job.total_steps,
         )
         if waits:
-            self._job.activity = f"evaluating after step {self.step}"
+            self._job.status.doing(f"evaluating after step {self.step}")
             await evaluating
 
     async def _settle(self) -> None:

@@ -114,7 +114,7 @@ async def restore_trainer(job: Job, trainer: TrainerPart) -> int:
     if checkpoint is not None:
         await trainer.load(str(checkpoint.path))
     async for report in redo(trainer, job.journal, first, last, job.tracker.note):
-        job.activity = f"redoing step {report.step} of {last} from the journal"
+        job.status.doing(f"redoing step {report.step} of {last} from the journal")
     return last
 
 
@@ -134,11 +134,11 @@ def keep_trainer_alive(job: Job) -> None:
     """From now on, restart and restore a trainer that dies, and repeat the call that failed."""
 
     async def restore(trainer: TrainerPart) -> None:
-        activity = job.activity
+        activity = job.status.activity
         await restore_trainer(job, trainer)
-        job.activity = activity
+        job.status.doing(activity)
 
-    job.workers.restore_trainer_with(restore)
+    job.trainer.restart_with(restore)
 
 
 async def save_at_stop(store: CheckpointStore, trainer: TrainerPart, journal: Journal) -> bool:
@@ -318,6 +318,7 @@ async def _agree_on_weights(job: Job) -> None:
     stats = await job.engine.stats()
     if (stats.policy_version, stats.digest) != (version, digest):
         handle = await job.trainer.publish()
-        digest = await job.engine.update_weights(version, handle)
-    job.journal.record_confirmed("engine", version, digest)
-    job.source.weights_updated(version)
+        await job.engine.update_weights(version, handle)  # each engine confirms them
+    else:
+        job.journal.record_confirmed("engine", version, digest)
+    job.newest_version.advance(version)

@@ -17,7 +17,9 @@ from penstock.config import Config
 from penstock.config.source import with_overrides
 from penstock.data.identity import absolute_paths, code_fact
 from penstock.errors import UserError
+from penstock.inspection.track.logs import Notes
 from penstock.rollout import ProducerSnapshot
+from penstock.run.foundation import lay_foundation
 from penstock.run.job import Job, join_parts, open_trainer
 from penstock.run.recover import recompute
 from penstock.run.rescore import (
@@ -160,7 +162,7 @@ def recorded_groups(
 
 
 @asynccontextmanager
-async def open_fork(folder: RunFolder) -> AsyncIterator[Job]:
+async def open_fork(folder: RunFolder, notes: Notes | None = None) -> AsyncIterator[Job]:
     """Build the parts of a fork, new or resumed: a trainer, and batches of its parent's journal."""
     origin = folder.origin()
     assert origin is not None, "only a fork is trained from another journal"
@@ -172,16 +174,14 @@ async def open_fork(folder: RunFolder) -> AsyncIterator[Job]:
     async with AsyncExitStack() as closing:
         recorded = Journal.open(parent.journal, readonly=True)
         closing.callback(recorded.close)
-        journal = Journal.open(folder.journal)
-        closing.callback(journal.close)
-        workers = await closing.enter_async_context(open_trainer(config, folder.logs))
-        journal.waits = workers.callbacks.waits
+        base = lay_foundation(folder, notes or Notes(), closing)
+        trainer = open_trainer(config, folder.logs, events=base.events)
+        workers = await closing.enter_async_context(trainer)
         scores = read_scores(folder.path)
-        source = RecordedBatches(recorded, journal, config, origin.steps, scores)
-        steps = config.train.steps
-        job = join_parts(config, folder, journal, workers, source, steps, closing)
-        job.facts = code_fact(config)
-        job.findings.start(journal.last_committed_step(), job.facts)
+        source = RecordedBatches(recorded, base.journal, config, origin.steps, scores)
+        steps, facts = config.train.steps, code_fact(config)
+        job = join_parts(config, folder, base, workers, source, steps, closing, facts=facts)
+        job.findings.start(base.journal.last_committed_step(), job.facts)
         job.tracker.note(f"fork of {parent.path}, steps 1 to {origin.steps}; nothing is generated")
         for text in describe(scores):
             job.tracker.note(text)

@@ -31,7 +31,7 @@ from penstock.files import ScratchFolder, console, say
 from penstock.inspection.report import write_report
 from penstock.inspection.summary import ReplayProgress, print_evaluations, print_summary
 from penstock.inspection.track.console import StartDisplay
-from penstock.inspection.track.logs import NoteLog
+from penstock.inspection.track.logs import NoteLog, Notes
 from penstock.rollout.evaluation.evaluate import EvalResult, evaluate, restore_summaries
 from penstock.run.job import Job, open_evaluation, open_job
 from penstock.run.loop import Loop
@@ -181,16 +181,16 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
     _tell(Text.assemble("run folder: ", (str(folder.path), "bold")))
     is_fork = folder.origin() is not None
     _tell(_describe_start(config, is_fork))
-    with StopSignals(_way_on(folder, config)) as signals:
+    notes = Notes(_tell)
+    with StopSignals(_way_on(folder, config), notes.add) as signals:
         async with AsyncExitStack() as closing:
-            opening = open_fork(folder) if is_fork else open_job(config, folder)
+            opening = open_fork(folder, notes) if is_fork else open_job(config, folder, notes)
             job = await signals.run(closing.enter_async_context(opening), "closing the workers")
             if job is None:
                 raise StopRequested(_STOPPED_EARLY)
             before = job.journal.last_committed_step()
             await closing.enter_async_context(job.watched())
             closing.enter_context(_tuned_interpreter())
-            signals.tell = job.tracker.note
             if config.launch.kind == "ray":
                 job.tracker.note(job.workers.description)
             last = "saving a checkpoint; press Ctrl-C again to stop without it"
@@ -307,9 +307,9 @@ class StopSignals:
     _open: ClassVar[StopSignals | None] = None  # of the run in another thread than the main one
     _early: ClassVar[int] = 0  # interrupts that came before it was open
 
-    def __init__(self, way_on: str) -> None:
-        self.way_on = way_on  # tells the user how to continue
-        self.tell: Callable[[str], None] = _tell
+    def __init__(self, way_on: str, tell: Callable[[str], None]) -> None:
+        """way_on: tells the user how to continue. tell: takes lines to the user."""
+        self.way_on, self._tell = way_on, tell
         self.count = 0  # signals that were acted on
         self._received = 0
         self._work: asyncio.Task[Any] | None = None
@@ -372,7 +372,7 @@ class StopSignals:
 
     def _stop(self) -> None:
         self.count += 1
-        self.tell(f"stop requested: {self._words}")
+        self._tell(f"stop requested: {self._words}")
         if self._work is not None:
             self._work.cancel()
 

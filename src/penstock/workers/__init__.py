@@ -1,6 +1,6 @@
 """Where the parts of a run live: worker processes, this process, or a Ray cluster.
 
-A launcher is `async start(config, total_steps, log_folder) -> Workers`, one line in `LAUNCHERS`. Only
+A launcher is `async start(config, total_steps, log_folder, events) -> Workers`, one line in `LAUNCHERS`. Only
 this folder knows processes (`processes/`) and Ray (`ray/`); the loop does not know which launcher
 is in use.
 """

@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 
 from penstock.config import Config, EngineConfig, LaunchConfig
 from penstock.errors import RunError
-from penstock.types import WeightHandle
 from penstock.workers.colocated import ColocatedTrainer
 from penstock.workers.pool.node_copies import NodeCopies
 from penstock.workers.pool.pool import EnginePool
-from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.workers.supervise.supervised import Events, Supervised
 from penstock.workers.supervise.trainer import RestartingTrainer
-from penstock.workers.workers import Workers
+from penstock.workers.workers import StartAgent, Workers
 
 T = TypeVar("T")
 
@@ -66,7 +65,7 @@ def assemble(
     trainer: Supervised,
     engines: list[Supervised],
     clean_up: Callable[[], Awaitable[None]],
-    callbacks: SupervisionCallbacks,
+    events: Events,
     sync: str,
     make_engine: Callable[[int], Supervised] | None = None,
     *,
@@ -74,6 +73,7 @@ def assemble(
     copies: NodeCopies | None = None,
     settings: EngineConfig,
     may_leave: bool = False,
+    start_agent: StartAgent | None = None,
 ) -> Workers:
     """Return the `Workers` of a launcher; all workers have started, `clean_up` runs after their end.
 
@@ -82,28 +82,24 @@ def assemble(
     """
     everyone = [trainer, *engines]
     places = ", ".join(f"{one.name} {one.worker.place}" for one in everyone if one.worker)
-    announces = sync != "in_process"
-
-    async def renew(handle: WeightHandle) -> WeightHandle:
-        return await part.renewed(handle)
-
+    restarting = RestartingTrainer(
+        trainer, announces=sync != "in_process", replaced=events.replaced
+    )
     engine = EnginePool(
         engines,
-        callbacks.waits,
+        events.waits,
         make_engine,
         copies,
-        renew,
+        restarting.renewed,
         slots=settings.max_slots,
         update=settings.update,
         may_leave=may_leave,
-        note=lambda line: callbacks.note(line),  # the job sets these callbacks later
-        first_loaded=lambda version, digest: callbacks.first_loaded(version, digest),
-        confirmed=lambda version, digest: callbacks.confirmed(version, digest),
+        shares_gpu=publishes is not None,
+        note=events.note,
+        first_loaded=events.first_loaded,
+        confirmed=events.confirmed,
     )
-    part = RestartingTrainer(trainer, announces=announces)
-    if publishes is not None:
-        part = ColocatedTrainer(trainer, engine, publishes, announces=announces)
-    part.when_replaced = lambda handle: callbacks.replaced(handle.version, handle.digest)
+    part = restarting if publishes is None else ColocatedTrainer(restarting, engine, publishes)
     supervised = ChainMap({one.name: one for one in everyone})
     if copies is not None:
         supervised.maps.append(copies.supervised)  # distributors are started later
@@ -112,7 +108,7 @@ def assemble(
         before = engine.count
         for one in await engine.scale(count):
             supervised[one.name] = one
-        callbacks.note(line := f"producers: {before} -> {engine.count}")
+        events.note(line := f"producers: {before} -> {engine.count}")
         return line
 
     async def close() -> None:
@@ -126,8 +122,9 @@ def assemble(
         trainer=part,
         close=close,
         description=f"{kind}: {places}",
-        callbacks=callbacks,
+        events=events,
         supervised=supervised,
         scale=None if make_engine is None else scale,
+        start_agent=start_agent,
         set_aside=engine.set_aside,
     )

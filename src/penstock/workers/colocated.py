@@ -17,56 +17,58 @@ from typing import TypeVar
 from penstock.errors import WorkerDied
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.workers.pool.pool import EnginePool
-from penstock.workers.supervise.supervised import Supervised, nothing
-from penstock.workers.supervise.trainer import RestartingTrainer
+from penstock.workers.supervise.trainer import RestartingTrainer, TrainerClient, TrainerPart
 
 T = TypeVar("T")
 
 
-class ColocatedTrainer(RestartingTrainer):
+class ColocatedTrainer(TrainerClient):
     """See `TrainerPart`. `publishes` tells whether `publish` follows a step."""
 
     def __init__(
-        self,
-        supervised: Supervised,
-        engines: EnginePool,
-        publishes: Callable[[int], bool],
-        *,
-        announces: bool = False,
+        self, trainer: RestartingTrainer, engines: EnginePool, publishes: Callable[[int], bool]
     ) -> None:
-        super().__init__(supervised, announces=announces)
+        super().__init__(trainer.call)
+        self._trainer, self._supervised = trainer, trainer.supervised
         self._engines, self._publishes = engines, publishes
-        engines.shares_gpu = True
         self._handover = asyncio.Lock()
         self._engines_sleep = False
         self._needs_gpu = False  # a call that needs the GPU is under way
         self._restarting = False  # the worker needs the GPU to load the model and redo steps
         self._weights_due = False  # the engines wake after they have loaded new weights
-        supervised.start_context = self._reserve_start
-        supervised.when_back = self._restarted
+
+    def restart_with(self, restore: Callable[[TrainerPart], Awaitable[None]]) -> None:
+        """From now on, restart a trainer that dies; it takes the GPU first."""
+        self._trainer.restart_with(restore, self._reserve_start, self._restarted)
 
     async def train(self, batch: Batch) -> StepReport:
-        train = super().train
-        report = await self._with_gpu(lambda: train(batch))
+        report = await self._with_gpu(lambda: self._trainer.train(batch))
         self._weights_due = self._publishes(batch.step)
         await self._release_gpu()
         return report
 
     async def load(self, folder: str) -> tuple[int, str]:
-        load = super().load
-        identity = await self._with_gpu(lambda: load(folder))
+        identity = await self._with_gpu(lambda: self._trainer.load(folder))
         await self._release_gpu()
         return identity
 
     async def publish(self) -> WeightHandle:
         """Publish the weights. After a step, the engines wake when they have loaded them."""
-        handle = await super().publish()
+        handle = await self._trainer.publish()
         if self._weights_due:
-            self._engines.when_loaded = self._wake_engines
+            self._engines.after_next_update(self._wake_engines)
         return handle
 
+    async def write_snapshot(self) -> None:
+        await self._trainer.write_snapshot()
+
+    async def request_stop(self) -> None:
+        await self._trainer.request_stop()
+
+    async def close(self) -> None:
+        await self._trainer.close()
+
     async def _wake_engines(self) -> None:
-        self._engines.when_loaded = nothing
         self._weights_due = False
         await self._release_gpu()
 

@@ -23,9 +23,9 @@ from penstock.waits import Waits
 from penstock.workers.assemble import all_or_first_error, assemble
 from penstock.workers.part_factories import TrainerService
 from penstock.workers.pool.pool import EnginePool
-from penstock.workers.rpc_server import RpcServer, append_to_log
+from penstock.workers.rpc_server import RpcServer
 from penstock.workers.supervise.activity import activity_of
-from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.workers.supervise.supervised import Events, Supervised
 from penstock.workers.workers import Workers
 
 
@@ -69,7 +69,7 @@ class ThreadWorker:
         await self._server.close()
 
 
-def _engines(config: Config, fetch: Fetch, callbacks: SupervisionCallbacks) -> list[Supervised]:
+def _engines(config: Config, fetch: Fetch, events: Events) -> list[Supervised]:
     """One engine, because more would share the interpreter; for servers, one each."""
 
     async def spawn(number: int) -> ThreadWorker:
@@ -82,21 +82,21 @@ def _engines(config: Config, fetch: Fetch, callbacks: SupervisionCallbacks) -> l
 
     count = config.launch.num_producers if config.engine.name == "openai" else 1
     return [
-        Supervised(f"engine-{number}", partial(spawn, number), config.launch, callbacks)
+        Supervised(f"engine-{number}", partial(spawn, number), config.launch, events)
         for number in range(count)
     ]
 
 
 async def start_engine(config: Config) -> InferenceEngine:
     """Start the engine of this process without a trainer, with the weights of its model."""
-    callbacks = SupervisionCallbacks(waits=Waits())
-    engines = _engines(config, _no_weights, callbacks)
+    events = Events(waits=Waits())
+    engines = _engines(config, _no_weights, events)
     try:
         await all_or_first_error(*(engine.start() for engine in engines))
     except BaseException:
         await asyncio.gather(*(engine.close() for engine in engines))
         raise
-    pool = EnginePool(engines, callbacks.waits, slots=config.engine.max_slots)
+    pool = EnginePool(engines, events.waits, slots=config.engine.max_slots)
     await pool.start()
     return pool
 
@@ -105,20 +105,19 @@ def _no_weights(handle: WeightHandle) -> NoReturn:
     raise AssertionError(f"an engine that only samples gets no weights, got {handle}")
 
 
-async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
+async def start(config: Config, total_steps: int, log_folder: Path, events: Events) -> Workers:
     """Build the trainer and its engine, or one engine for each server, in this process."""
     from penstock.weights.in_process import InProcessSync
 
     sync = InProcessSync()
-    callbacks = SupervisionCallbacks(waits=Waits(), log=partial(append_to_log, log_folder))
 
     async def spawn_trainer() -> ThreadWorker:
         return await ThreadWorker.start(
             "trainer", lambda: TrainerService(config, total_steps, sync)
         )
 
-    trainer = Supervised("trainer", spawn_trainer, config.launch, callbacks)
-    engines = _engines(config, sync.fetch, callbacks)
+    trainer = Supervised("trainer", spawn_trainer, config.launch, events)
+    engines = _engines(config, sync.fetch, events)
 
     async def clean_up() -> None:
         sync.close()
@@ -132,5 +131,5 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
         await clean_up()
         raise
     return assemble(
-        "inline", trainer, engines, clean_up, callbacks, "in_process", settings=config.engine
+        "inline", trainer, engines, clean_up, events, "in_process", settings=config.engine
     )

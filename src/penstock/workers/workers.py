@@ -5,31 +5,38 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.config import SamplingConfig
 from penstock.engine.protocol import EngineStats, InferenceEngine, SetAside
 from penstock.waits import WaitKind, loop_time
-from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
-from penstock.workers.supervise.trainer import TrainerClient, TrainerPart
+from penstock.workers.supervise.supervised import Events, Supervised
+from penstock.workers.supervise.trainer import TrainerPart
 
 if TYPE_CHECKING:
     from penstock.workers.ray.agents import ActorAgentLoop
 
 
-# of (task, sampling, is_chat)
-StartAgent = Callable[[str, SamplingConfig, bool], Awaitable["ActorAgentLoop"]]
+# of (workers, task, sampling, is_chat)
+StartAgent = Callable[["Workers", str, SamplingConfig, bool], Awaitable["ActorAgentLoop"]]
 
 
-@dataclass(slots=True, kw_only=True)
+class RestartableTrainer(TrainerPart, Protocol):
+    """A trainer that can be restarted when it dies."""
+
+    def restart_with(self, restore: Callable[[TrainerPart], Awaitable[None]]) -> None:
+        """From now on, restart a trainer that dies; `restore` brings it to its last state."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class Workers:
     """The parts that the loop drives, and what the watchdog asks of their workers."""
 
     engine: InferenceEngine | None  # None: nothing is generated
-    trainer: TrainerPart
+    trainer: RestartableTrainer
     close: Callable[[], Awaitable[None]]
     description: str  # the place of every worker, in one line
-    callbacks: SupervisionCallbacks  # the open waits, and where notes to the user go
+    events: Events  # the open waits, and where notes to the user go
     supervised: MutableMapping[str, Supervised] = field(default_factory=dict)  # by worker name
     # changes the number of engines; returns what was done
     scale: Callable[[int], Awaitable[str]] | None = None
@@ -41,10 +48,6 @@ class Workers:
     def restarts(self) -> int:
         """How often workers were restarted in this run."""
         return sum(worker.restarts for worker in self.supervised.values())
-
-    def restore_trainer_with(self, restore: Callable[[TrainerPart], Awaitable[None]]) -> None:
-        """From now on, restart a trainer that dies; `restore` brings it to its last state."""
-        self.supervised["trainer"].prepare = lambda call: restore(TrainerClient(call))
 
     async def stack_of(self, name: str) -> str:
         """Return what a worker is doing; empty if `name` is no worker."""
@@ -66,7 +69,7 @@ class Workers:
         """Return whether a worker owes an answer that its pause does not delay."""
         return any(
             wait.responder == name and wait.what is not WaitKind.GENERATE
-            for wait in self.callbacks.waits.open.values()
+            for wait in self.events.waits.open.values()
         )
 
     async def activity_of(self, name: str) -> float | None:

@@ -22,11 +22,13 @@ NAME = "truncated/share"
 def told(tmp_path: Path, shares: list[float]) -> list[tuple[int, str]]:
     """Return (step, line) of what a run with these shares of cut-off responses tells."""
     config = load_config(None, ["checkpoint.keep=1"]).config
-    live = LiveFindings(RunFolder(tmp_path), config, len(shares))
+    notes: list[str] = []
+    live = LiveFindings(RunFolder(tmp_path), config, len(shares), note=notes.append)
     lines: list[tuple[int, str]] = []
     for row in with_curves({NAME: lambda step, _: shares[step - 1]}, len(shares)):
-        live.note = lambda text, step=row["step"]: lines.append((step, text))
         live.look(Batch(step=row["step"], groups=()), row)
+        lines += [(row["step"], text) for text in notes]
+        notes.clear()
     return lines
 
 

@@ -75,7 +75,7 @@ def restored_without_redo() -> Any:
     """A restarted trainer serves without the steps since its checkpoint."""
 
     async def start_next(self: Supervised) -> None:
-        async with self.start_context():
+        async with self._owner.start_context():
             self._worker = await self._spawn()
 
     return _replaced(Supervised, "_start_next", start_next)

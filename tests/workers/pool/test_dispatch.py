@@ -123,11 +123,11 @@ def test_work_does_not_wait_for_a_faster_engine_whose_weights_are_too_old() -> N
 
 def test_work_that_comes_back_is_before_all_that_waits() -> None:
     dispatcher = Dispatcher(2, SLOTS)
-    dispatcher.held = True
+    dispatcher.hold(True)
     late, back = work(), work()
     assert dispatcher.offer(late, 0.0) is None
     assert dispatcher.offer(back, 0.0, first=True) is None
-    dispatcher.held = False
+    dispatcher.hold(False)
     assert list(dispatcher.bindings(0.0)) == [back, late]
 
 
@@ -286,7 +286,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(held=st.booleans())
     def hold(self, held: bool) -> None:
-        self.dispatcher.held = held
+        self.dispatcher.hold(held)
         self._bind()
 
     @invariant()

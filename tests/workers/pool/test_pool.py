@@ -17,7 +17,7 @@ from penstock.waits import Waits
 from penstock.workers.inline import ThreadWorker
 from penstock.workers.pool.newest_weights import NewestWeights
 from penstock.workers.pool.pool import EnginePool, UpdateOrder
-from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.workers.supervise.supervised import Events, Restarts, Supervised
 from penstock.workers.supervise.worker import Worker
 from stages import tiny_policy as tiny
 from stages.engine_case import EngineCase, run
@@ -40,7 +40,7 @@ def make_pool(update: UpdateOrder = "together", *, max_restarts: int = 3) -> Eng
     def spawn(name: str) -> Callable[[], Awaitable[Worker]]:
         return lambda: ThreadWorker.start(name, make_engine)
 
-    callbacks = SupervisionCallbacks(waits=Waits(), note=lambda line: None)
+    callbacks = Events(waits=Waits(), note=lambda line: None)
     workers = [
         Supervised(name, spawn(name), LaunchConfig(max_restarts=max_restarts), callbacks)
         for name in ("engine-0", "engine-1")
@@ -223,10 +223,10 @@ def test_an_engine_that_was_given_up_before_the_pool_was_built_is_dead(num_dead:
             await one.start()
         for index in range(num_dead):
             given_up = asyncio.Event()
-            supervised[index].when_given_up = given_up.set
+            supervised[index].restart_with(Restarts(when_given_up=given_up.set))
             crew.workers[index].die()
             await given_up.wait()
-        pool = EnginePool(supervised, crew.callbacks.waits)
+        pool = EnginePool(supervised, crew.events.waits)
         assert pool.count == len(pool.serving) == 2 - num_dead
         if not pool.count:
             with pytest.raises(EngineError, match="no engine is left: engine-0: killed; engine-1"):

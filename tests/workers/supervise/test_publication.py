@@ -11,7 +11,7 @@ import pytest
 from penstock.errors import EngineError, WeightsGone, WrongStep
 from penstock.types import Batch, WeightHandle
 from penstock.workers.pool.pool import EnginePool
-from penstock.workers.supervise.supervised import Supervised
+from penstock.workers.supervise.supervised import Restarts, Supervised
 from penstock.workers.supervise.trainer import RestartingTrainer
 from stages.fake_engine import FakeEngine
 from stages.producing import on_virtual_time
@@ -63,6 +63,7 @@ class Trainers(Play):
         self._first_hangs, self._part = first_hangs, part
         self.log: list[str] = []
         self.made: list[FakeWorker] = []
+        self.replaced: list[tuple[int, str]] = []
 
     async def start(self) -> RestartingTrainer:
         async def spawn() -> FakeWorker:
@@ -71,10 +72,13 @@ class Trainers(Play):
             self.made.append(FakeWorker("trainer", part))
             return self.made[-1]
 
-        self.supervised = Supervised("trainer", spawn, settings(), self.callbacks)
-        self.supervised.prepare = nothing
+        self.supervised = Supervised("trainer", spawn, settings(), self.events)
+        self.supervised.restart_with(Restarts(prepare=nothing))
         await self.supervised.start()
-        return RestartingTrainer(self.supervised, announces=True)
+        return RestartingTrainer(self.supervised, announces=True, replaced=self._replace)
+
+    def _replace(self, version: int, digest: str) -> None:
+        self.replaced.append((version, digest))
 
 
 def test_a_publication_that_dies_with_its_trainer_is_made_again_before_the_next_step() -> None:
@@ -151,8 +155,7 @@ def test_a_trainer_that_is_past_the_lost_version_publishes_its_own_before_it_tra
     async def run() -> None:
         trainers = Trainers(first_hangs=False, part=PastIt)
         trainer = await trainers.start()
-        told: list[WeightHandle] = []
-        trainer.when_replaced = told.append
+        told = trainers.replaced
         published = await trainer.publish()
         await trainer.train(BATCH)
         trainers.made[0].die()
@@ -161,7 +164,7 @@ def test_a_trainer_that_is_past_the_lost_version_publishes_its_own_before_it_tra
         assert told == [], "no engine has asked for it"
         renewed = await trainer.renewed(published)
         assert (renewed.version, renewed.location) == (2, "side of 1")
-        assert told == [renewed]
+        assert told == [(renewed.version, renewed.digest)]
         await trainers.supervised.close()
 
     asyncio.run(run())
@@ -183,9 +186,9 @@ async def picky_engines(play: Play, renewed: str) -> tuple[EnginePool, Supervise
     async def renew(old: WeightHandle) -> WeightHandle:
         return handle(renewed, old.version)
 
-    one = Supervised("engine-0", spawn, settings(), play.callbacks)
+    one = Supervised("engine-0", spawn, settings(), play.events)
     await one.start()
-    return EnginePool([one], play.callbacks.waits, renew=renew), one
+    return EnginePool([one], play.events.waits, renew=renew), one
 
 
 def test_engines_that_find_weights_gone_load_them_when_they_are_there_again() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from penstock.types import Batch
 from penstock.workers.control import Control, scale_run
 from penstock.workers.processes.process_worker import ProcessWorker
 from penstock.workers.rpc_server import append_to_log
-from penstock.workers.supervise.supervised import Supervised
+from penstock.workers.supervise.supervised import Restarts, Supervised
 from penstock.workers.supervise.trainer import RankGroup
 from stages.fake_engine import FakeEngine
 from stages.supervised import HANDLE, Crew, FakeWorker, Play, nothing, request, settings
@@ -29,7 +30,7 @@ def test_a_hung_process_is_replaced_and_its_call_fails_at_once(tmp_path: Path) -
 
     async def run() -> str:
         one = play.echo(tmp_path)
-        one.prepare = nothing
+        one.restart_with(Restarts(prepare=nothing))
         await one.start()
         hanging = asyncio.create_task(one.call("wait_for_stop"))
         await one.call("until_waiting")
@@ -140,7 +141,7 @@ def test_a_log_that_cannot_be_written_does_not_keep_a_dead_engine_from_its_resta
 
     async def run() -> None:
         crew = Crew(1)
-        crew.callbacks.log = partial(append_to_log, tmp_path / "logs")
+        crew.events = replace(crew.events, log=partial(append_to_log, tmp_path / "logs"))
         engines = await crew.start()
 
         async def broken(*args: Any) -> Any:
@@ -184,7 +185,7 @@ def test_a_preparation_that_fails_is_tried_again_and_counted(tmp_path: Path) -> 
 
     async def run() -> None:
         one = play.echo(tmp_path)
-        one.prepare = prepare
+        one.restart_with(Restarts(prepare=prepare))
         await one.start()
         await one.replace("a test")
         await one.ready()
@@ -204,7 +205,7 @@ def test_a_fault_in_a_preparation_is_told_to_whoever_waits(tmp_path: Path) -> No
 
     async def run() -> None:
         one = play.echo(tmp_path)
-        one.prepare = prepare
+        one.restart_with(Restarts(prepare=prepare))
         await one.start()
         await one.replace("a test")
         with pytest.raises(WorkerDied, match="supervision failed: KeyError: 'a fault of ours'"):
@@ -227,12 +228,12 @@ def test_a_worker_that_hangs_in_its_preparation_can_be_looked_at_and_ended(tmp_p
 
     async def run() -> None:
         one = play.echo(tmp_path)
-        one.prepare = prepare
+        one.restart_with(Restarts(prepare=prepare))
         await one.start()
         await one.replace("a test")
         await preparing.wait()
         await one.progress("until_waiting")
-        (wait,) = play.callbacks.waits.open.values()
+        (wait,) = play.events.waits.open.values()
         assert (wait.responder, wait.what) == ("echo", "load")
         assert await one.progress("progress") == 7
         assert (await one.activity() or 0) > 0
@@ -335,14 +336,14 @@ def test_a_worker_is_given_up_after_the_same_fault_three_times_in_a_row(
         logged.append(f"{worker}: {text}")
         return "engine.log"
 
-    play.callbacks.log = log
+    play.events = replace(play.events, log=log)
 
     async def spawn() -> FakeWorker:
         return FakeWorker("engine", FakeEngine())
 
     async def run() -> None:
-        one = Supervised("engine", spawn, settings(max_restarts=10), play.callbacks)
-        one.prepare = nothing
+        one = Supervised("engine", spawn, settings(max_restarts=10), play.events)
+        one.restart_with(Restarts(prepare=nothing))
         await one.start()
         for number, fault in enumerate(faults):
             await one.replace(fault, traceback=f"traceback {number}")

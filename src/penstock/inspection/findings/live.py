@@ -30,10 +30,12 @@ class LiveFindings:
         config: Config,
         total_steps: int,
         *,
+        note: Callable[[str], None] = lambda text: None,
         last_failure: Callable[[], str] = lambda: "",
     ) -> None:
+        """note: tells the user. last_failure: returns why a group failed."""
         self.open: list[Finding] = []
-        self.note: Callable[[str], None] = lambda text: None  # tells the user
+        self._note = note
         self._facts: Mapping[str, str] = {}
         self._folder, self._config, self._total = folder.path, config, total_steps
         self._last_failure = last_failure
@@ -44,7 +46,7 @@ class LiveFindings:
     def start(self, steps_done: int, facts: Mapping[str, str]) -> None:
         """Tell how much disk the run may use, and what is wrong before its first step."""
         self._facts = facts
-        self.note(self._disk.forecast(steps_done))
+        self._note(self._disk.forecast(steps_done))
         self._look(None, steps_done)
 
     def look(self, batch: Batch, metrics: Mapping[str, Any]) -> None:
@@ -68,5 +70,5 @@ class LiveFindings:
         self.open = find(observed)
         for finding in self.open:
             if step - self._told.get(finding.name, -_AGAIN) >= _AGAIN:
-                self.note(f"warning: {finding}")
+                self._note(f"warning: {finding}")
             self._told[finding.name] = step

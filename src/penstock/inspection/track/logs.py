@@ -31,6 +31,22 @@ def print_note(text: str) -> None:
     say(text, error=True)
 
 
+class Notes:
+    """Lines for the user: `show` prints them until a listener, such as a run's tracker, takes them."""
+
+    def __init__(self, show: Note = print_note) -> None:
+        self._show = show
+        self._listeners: list[Note] = []
+
+    def add(self, text: str) -> None:
+        for listener in self._listeners or [self._show]:
+            listener(text)
+
+    def listen(self, listener: Note) -> None:
+        """Give every further line to `listener` too."""
+        self._listeners.append(listener)
+
+
 class LineFile:
     """Appends lines; tells the user once when it cannot, and how many lines are missing."""
 
@@ -192,7 +208,7 @@ class TimelineLog:
         self._epoch = time.time() - waits.clock()
         self._lines: list[tuple[str, str, str, float, float]] = []
         self._rewards: list[float] = []  # seconds of each score of training since the last reading
-        waits.on_close = self.add
+        waits.on_close(self.add)
         now = self._epoch + waits.clock()
         self._file.append([_event("run", SESSION, "", now, now)])
 

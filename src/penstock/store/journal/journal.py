@@ -72,10 +72,17 @@ class Journal:
     """Consumes records of the run, makes them durable, and answers queries about them."""
 
     def __init__(
-        self, path: Path, *, readonly: bool = False, brief: bool = False, threaded: bool = True
+        self,
+        path: Path,
+        *,
+        readonly: bool = False,
+        brief: bool = False,
+        threaded: bool = True,
+        waits: Waits | None = None,
     ) -> None:
         self.path = path
-        self.waits = Waits()
+        self._waits = waits or Waits()  # where waits for the disk are opened
+        self._landings = WaitInOrder(self._waits, "journal", WaitKind.SEND, responder="journal")
         self._writer: Writer | None = None
         if not readonly:
             self._writer = Writer(open_database(path), path, threaded=threaded)
@@ -86,24 +93,24 @@ class Journal:
         self._known_prompts: set[tuple[str, str]] = set()
 
     @classmethod
-    def open(cls, path: str | Path, *, readonly: bool = False, threaded: bool = True) -> Journal:
-        """Open the journal in that file, creating it if needed; `readonly` reads a live run's journal."""
-        return cls(Path(path), readonly=readonly, threaded=threaded)
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        readonly: bool = False,
+        threaded: bool = True,
+        waits: Waits | None = None,
+    ) -> Journal:
+        """Open the journal in that file, creating it if needed; `readonly` reads a live run's journal.
+
+        waits: where the waits for the disk are opened.
+        """
+        return cls(Path(path), readonly=readonly, threaded=threaded, waits=waits)
 
     @classmethod
     def look(cls, path: str | Path) -> Journal:
         """Open the journal for a moment, also that of a live run; writes no file beside it."""
         return cls(Path(path), readonly=True, brief=True)
-
-    @property
-    def waits(self) -> Waits:
-        """Where waits for the disk are opened; a job puts its own here."""
-        return self._waits
-
-    @waits.setter
-    def waits(self, waits: Waits) -> None:
-        self._waits = waits
-        self._landings = WaitInOrder(waits, "journal", WaitKind.SEND, responder="journal")
 
     # -- the life of a group ---------------------------------------------------------------------
 
@@ -194,7 +201,7 @@ class Journal:
 
     async def _write_step(self, record: records.Record, detail: str) -> None:
         self._submit(record)
-        with self.waits.wait("loop", WaitKind.JOURNAL, detail, responder="journal"):
+        with self._waits.wait("loop", WaitKind.JOURNAL, detail, responder="journal"):
             await self.flush()
 
     def record_published(self, version: int, digest: str) -> None:
@@ -224,7 +231,7 @@ class Journal:
 
     async def _record_of_agent(self, rollout: Rollout, record: records.Record) -> None:
         self._submit(record)
-        with self.waits.wait("journal", WaitKind.SEND, rollout.rollout_id, responder="journal"):
+        with self._waits.wait("journal", WaitKind.SEND, rollout.rollout_id, responder="journal"):
             await self.flush()
 
     def prune_payloads(self, last_step: int, *, keep_text: bool) -> None:

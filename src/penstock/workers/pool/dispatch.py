@@ -41,7 +41,7 @@ class Work:
 
 
 class Dispatcher:
-    """Consumes offers and answers, produces bindings. While `held`, nothing is bound."""
+    """Consumes offers and answers, produces bindings. While it is held, nothing is bound."""
 
     def __init__(self, engines: int, slots: int) -> None:
         self.room = Room(engines, slots)
@@ -72,6 +72,10 @@ class Dispatcher:
             return None
         best = max(judged, key=lambda i: self.members[i].pace or 0.0)
         return best if (self.members[best].pace or 0.0) > least else None
+
+    def hold(self, held: bool) -> None:
+        """Bind nothing while `held`."""
+        self.held = held
 
     # ---- binding
 

@@ -24,7 +24,7 @@ from penstock.workers.pool.newest_weights import NewestWeights, Renew
 from penstock.workers.pool.node_copies import NodeCopies
 from penstock.workers.pool.prompt_batch import PromptBatch, empty_answer
 from penstock.workers.pool.requests import Requests
-from penstock.workers.supervise.supervised import Call, Supervised, nothing
+from penstock.workers.supervise.supervised import Call, Restarts, Supervised
 
 T = TypeVar("T")
 UpdateOrder = Literal["together", "rolling"]
@@ -59,6 +59,7 @@ class EnginePool:
         slots: int = 0,
         update: UpdateOrder = "together",
         may_leave: bool = False,
+        shares_gpu: bool = False,
         note: Callable[[str], None] = lambda line: None,
         first_loaded: Callable[[int, str], None] = lambda version, digest: None,
         confirmed: Callable[[int, str], None] = lambda version, digest: None,
@@ -68,6 +69,7 @@ class EnginePool:
         make: returns a further engine, by its index. copies: one copy of the weights per node.
         renew: publishes weights again that cannot be read. slots: requests that an engine runs at once; 0: ask it.
         may_leave: whether publications go on without an engine that is late with the ones before.
+        shares_gpu: with the trainer: engines wake, start and load in their turn.
         note: takes lines to the user. first_loaded: called when the first engine has new weights; requests
         that come from then on go only to engines that have them. confirmed: called when an engine answered that
         it loaded weights, or returned tokens that it sampled from them.
@@ -90,26 +92,29 @@ class EnginePool:
         )
         self._dispatcher = self._requests.dispatcher
         self._least_version = 0  # the oldest weights that new requests may be generated with
-        self.when_loaded: Callable[[], Awaitable[None]] = nothing  # called after an update
+        self._after_update: list[Callable[[], Awaitable[None]]] = []  # called once
         self._scaling = asyncio.Lock()
         self._switching = asyncio.Lock()  # held to load weights, to join, to fall asleep, to wake
         self._gpu_released = asyncio.Event()  # not set: the trainer holds the GPU
         self._gpu_released.set()
         self._starts: set[Engine] = set()  # engines that start or are drained
         self._asleep = False
-        self.shares_gpu = False  # with the trainer: engines wake, start and load in their turn
+        self._shares_gpu = shares_gpu
         self._changed = asyncio.Event()  # a state, a reserved start or a waiting request changed
         for one in supervised:
             self._adopt(Engine(one, len(self._engines)))
 
     def _adopt(self, engine: Engine) -> None:
         self._engines.append(engine)
-        one = engine.supervised
-        one.start_context = partial(self._reserve_start, engine)
-        one.prepare = partial(self._prepare, engine)
-        one.when_back = partial(self._join, engine)
-        one.when_given_up = partial(self._given_up, engine)
-        if one.given_up is not None:  # its worker died while others started
+        engine.supervised.restart_with(
+            Restarts(
+                prepare=partial(self._prepare, engine),
+                start_context=partial(self._reserve_start, engine),
+                when_back=partial(self._join, engine),
+                when_given_up=partial(self._given_up, engine),
+            )
+        )
+        if engine.supervised.given_up is not None:  # its worker died while others started
             self._given_up(engine)
 
     # ---- states
@@ -192,7 +197,7 @@ class EnginePool:
     @contextlib.asynccontextmanager
     async def _lend_gpu(self, engine: Engine, call: Call) -> AsyncIterator[None]:
         """Free a starting engine's GPU memory while it waits for a trainer that may need it to start."""
-        if not self.shares_gpu:
+        if not self._shares_gpu:
             yield
             return
         await call("sleep")
@@ -277,7 +282,7 @@ class EnginePool:
             await one.close()
         finally:
             self._end_start(engine)
-        one.given_up = WorkerDied(f"{one.name}: it was drained")
+        one.retire("it was drained")
 
     # ---- set aside
 
@@ -370,13 +375,13 @@ class EnginePool:
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Pause all engines. Requests that wait for an engine stay queued, or end (`abort`)."""
-        self._dispatcher.held = True
+        self._dispatcher.hold(True)
         if mode == "abort":
             self._end_waiting()
         await self._at_least_one(lambda: self._call_working("pause", mode))
 
     async def resume(self) -> None:
-        self._dispatcher.held = False
+        self._dispatcher.hold(False)
         await self._call_working("resume")  # an engine that is back later is not paused
         self._requests.bind_queued()
 
@@ -390,7 +395,7 @@ class EnginePool:
 
         Waits for: weights that are being loaded, engines that start or are drained. Needs no engine that serves.
         """
-        self._dispatcher.held = True
+        self._dispatcher.hold(True)
         async with self._switching:
             self._gpu_released.clear()
             self._asleep = True
@@ -434,7 +439,7 @@ class EnginePool:
         )
 
     async def close(self) -> None:
-        self._requests.closed = True
+        self._requests.close()
         self._end_waiting()
         for engine in self._engines:
             if engine.state not in ENDED:
@@ -466,7 +471,6 @@ class EnginePool:
         if self._asks_for_slots and stats.slots and stats.slots != engine.slots:
             engine.slots = stats.slots
             self._dispatcher.room.set_slots(engine.index, stats.slots)
-            self._dispatcher.room.slots = min(one.slots for one in self._engines if one.slots)
         return replace(stats, tokens_generated=engine.tokens + engine.earlier_tokens)
 
     async def _is_alive(self, engine: Engine) -> bool:
@@ -517,38 +521,44 @@ class EnginePool:
         self._weights.publish(source)
         digests = await self._at_least_one(lambda: self._weights.renewing(self._load_all))
         self._least_version = max(self._least_version, version)
-        await self.when_loaded()
+        callbacks, self._after_update = self._after_update, []
+        for callback in callbacks:
+            await callback()
         return digests[0]
 
+    def after_next_update(self, callback: Callable[[], Awaitable[None]]) -> None:
+        """Await `callback` when the next weights are loaded."""
+        self._after_update.append(callback)
+
     async def _load_all(self) -> list[str]:
-        async def load(engine: Engine) -> list[str]:
-            assert handle is not None
-            weights, call = self._weights, engine.supervised.call
-            newest = handle
-            digests = await self._answer_of(lambda one: weights.load(one, newest, call), engine)
-            self._note_version(engine)
-            return digests
-
-        def tell(digest: str) -> None:
-            if self._update == "together" or self._weights.is_ahead:
-                assert handle is not None
-                self._tell_first_loaded(handle.version, digest)
-
         async with self._switching_with_gpu():
             handle = self._weights.handle
+            assert handle is not None
             engines = self._in(EngineState.SERVING)
             is_together = self._update == "together"
-            rounds = [engines] if is_together else [[one] for one in engines]
+            rounds = [engines] if is_together else [[engine] for engine in engines]
             may_leave = self._may_leave and is_together and self._may_be_late(handle)
+            load, tell = partial(self._load_into, handle), partial(self._tell_loaded, handle)
             made = [
                 await self._loads.together(some, load, tell, may_leave=may_leave) for some in rounds
             ]
             return [digest for digests in made for digest in digests]
 
-    def _may_be_late(self, handle: WeightHandle | None) -> bool:
+    async def _load_into(self, handle: WeightHandle, engine: Engine) -> list[str]:
+        """Load weights into one engine; return its digest, or nothing if it died."""
+        call = engine.supervised.call
+        digests = await self._answer_of(lambda e: self._weights.load(e, handle, call), engine)
+        self._note_version(engine)
+        return digests
+
+    def _tell_loaded(self, handle: WeightHandle, digest: str) -> None:
+        if self._update == "together" or self._weights.is_ahead:
+            self._tell_first_loaded(handle.version, digest)
+
+    def _may_be_late(self, handle: WeightHandle) -> bool:
         """Return whether a late reader costs no GPU memory: one more copy of the weights is kept for it."""
-        where = None if handle is None else handle.location
-        return not self.shares_gpu and not (isinstance(where, dict) and where.get("device"))
+        where = handle.location
+        return not self._shares_gpu and not (isinstance(where, dict) and where.get("device"))
 
     async def _catch_up(self, engine: Engine, loading: asyncio.Task[list[str]]) -> None:
         """Await a late load, then load what was published since; restart an engine that cannot."""

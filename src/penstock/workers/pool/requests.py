@@ -125,6 +125,10 @@ class Requests:
         batch.end("abort", batch.aborted)
         self._tell_if_slow(index)
 
+    def close(self) -> None:
+        """Answer nothing any more: what is left ends with an error."""
+        self.closed = True
+
     # ---- the queue
 
     def bind_queued(self) -> None:

@@ -92,6 +92,7 @@ class Room:
         self.members[index].slots = slots
         self._together = None
         self._file(index)
+        self.slots = min(member.slots for member in self.members if member.slots)
 
     @property
     def slots(self) -> int:

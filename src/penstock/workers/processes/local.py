@@ -8,37 +8,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 
 from penstock.config import Config
 from penstock.files import weight_folder
-from penstock.waits import Waits
 from penstock.weights import sync_kind
 from penstock.workers.assemble import all_or_first_error, assemble, colocated_publishes, start_all
 from penstock.workers.ports import port_of, reserve_port
 from penstock.workers.processes.early import engine_imports, trainer_imports, trainer_names
 from penstock.workers.processes.process_worker import ProcessWorker
-from penstock.workers.rpc_server import append_to_log
-from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.workers.supervise.supervised import Events, Supervised
 from penstock.workers.supervise.trainer import RankGroup
 from penstock.workers.supervise.worker import Worker
 from penstock.workers.workers import Workers
 
 
-async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
+async def start(config: Config, total_steps: int, log_folder: Path, events: Events) -> Workers:
     """Start all workers at once; if one cannot start, stop the others and raise its error."""
     settings, kind = config.launch, sync_kind(config)
-    callbacks = SupervisionCallbacks(waits=Waits(), log=partial(append_to_log, log_folder))
     folder = weight_folder()
     link = (kind, str(folder.path))
     trainer = Supervised(
-        "trainer", spawn_trainer(config, total_steps, log_folder, link), settings, callbacks
+        "trainer", spawn_trainer(config, total_steps, log_folder, link), settings, events
     )
 
     def make_engine(number: int) -> Supervised:
         spawn = _spawn_engine(config, log_folder, number)
-        return Supervised(f"engine-{number}", spawn, settings, callbacks)
+        return Supervised(f"engine-{number}", spawn, settings, events)
 
     engines = [make_engine(number) for number in range(settings.num_producers)]
 
@@ -56,7 +52,7 @@ async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
         trainer,
         engines,
         clean_up,
-        callbacks,
+        events,
         kind,
         make_engine,
         publishes=colocated_publishes(config, total_steps),

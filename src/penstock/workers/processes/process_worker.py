@@ -82,7 +82,14 @@ class ProcessWorker:
 
     can_be_killed = True
 
-    def __init__(self, name: str, made: WorkerProcess, log_path: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        made: WorkerProcess,
+        log_path: Path,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         self.name = name
         self._process = made.process
         self._dumped = made.dumped
@@ -92,9 +99,8 @@ class ProcessWorker:
         self._closed = False
         self._end = "the worker ended unexpectedly"
         self._gone = asyncio.Event()
-        self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter
-        self._receiving: asyncio.Task[None]
+        self._reader, self._writer = reader, writer
+        self._receiving = asyncio.create_task(self._receive(), name=f"receive from {name}")
 
     @classmethod
     async def start(
@@ -114,18 +120,15 @@ class ProcessWorker:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         made = _take_early(name, threads) or WorkerProcess.spawn(log_path, threads, imports)
         StartDisplay.worker_stage(name, "starting Python", made.started)
-        worker = cls(name, made, log_path)
         try:
-            worker._reader, worker._writer = await asyncio.open_connection(
+            reader, writer = await asyncio.open_connection(
                 sock=made.connection, limit=_STREAM_LIMIT
             )
         except BaseException:  # a stop during the start: the process must not outlive it
-            made.connection.close()
-            made.process.kill()
-            worker._close_pipe()
+            made.discard()
             raise
-        write_frame(worker._writer, (sys.path, name, str(log_path.absolute()), factory, args))
-        worker._receiving = asyncio.create_task(worker._receive(), name=f"receive from {name}")
+        write_frame(writer, (sys.path, name, str(log_path.absolute()), factory, args))
+        worker = cls(name, made, log_path, reader, writer)
         try:
             async with asyncio.timeout(timeout_s):
                 await worker.call("__start__")

@@ -23,6 +23,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from penstock.errors import PartFailed, RunError, WorkerDied
+from penstock.files import say
 from penstock.workers.ports import port_of, reserve_port
 from penstock.workers.ray.faults import ACTOR_IS_GONE, why
 from penstock.workers.ray.object_store_retry import retry_while_full
@@ -119,21 +120,30 @@ class ActorWorker:
 
     can_be_killed = True
 
-    def __init__(self, name: str, actor: Any, where: Where, log_path: Path) -> None:
+    def __init__(
+        self, name: str, actor: Any, where: Where, log_path: Path, note: Callable[[str], None]
+    ) -> None:
         self.name = name
+        self._note = note
         self._log_path, self._logs_to_run = log_path, where.logs_to_run
         self.node, self.address = where.node, where.address
         self.pid, self.free_port = where.pid, where.free_port
-        self.note: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
         self._actor = actor
         self._end: asyncio.Task[Any] = asyncio.ensure_future(_awaited(actor.forever.remote()))
         self._end.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     @classmethod
     async def create(
-        cls, name: str, log_path: Path, threads: int, timeout_s: float, **options: Any
+        cls,
+        name: str,
+        log_path: Path,
+        threads: int,
+        timeout_s: float,
+        *,
+        note: Callable[[str], None] = lambda text: say(text, error=True),
+        **options: Any,
     ) -> ActorWorker:
-        """Create an actor that serves nothing yet; `build` gives it its part."""
+        """Create an actor that serves nothing yet; `build` gives it its part. note: takes lines to the user."""
         as_actor: Any = ray.remote
         watched = as_actor(concurrency_groups={_WATCH: 4})(ServingActor)
         make = watched.options(max_concurrency=_CALLS_AT_ONCE, **options)
@@ -151,7 +161,7 @@ class ActorWorker:
         except BaseException:
             ray.kill(actor)
             raise
-        return cls(name, actor, where, log_path)
+        return cls(name, actor, where, log_path, note)
 
     async def build(self, factory: str, *args: Any, timeout_s: float) -> None:
         try:
@@ -173,7 +183,7 @@ class ActorWorker:
                 return self._actor.packed_call.remote(packed)
             return self._actor.call.remote(method, args)
 
-        reference = await retry_while_full(f"{self.name}: {method}", send, self.note)
+        reference = await retry_while_full(f"{self.name}: {method}", send, self._note)
         return await self._ask(reference)
 
     async def _ask(self, reference: Any) -> Any:

@@ -19,32 +19,27 @@ from typing import Any
 
 from penstock.config import Config, LaunchConfig, SamplingConfig
 from penstock.errors import UserError, WorkerDied
-from penstock.waits import Waits
 from penstock.weights import DELTA, sync_kind
 from penstock.workers.assemble import all_or_first_error, assemble, colocated_publishes, start_all
 from penstock.workers.pool.node_copies import NodeCopies
 from penstock.workers.ray.actor import ActorWorker
 from penstock.workers.ray.agents import ActorAgentLoop
 from penstock.workers.ray.placement import Placement, PlacementSlot, bundles
-from penstock.workers.rpc_server import append_to_log
-from penstock.workers.supervise.supervised import Call, Supervised, SupervisionCallbacks
+from penstock.workers.supervise.supervised import Call, Events, Restarts, Supervised
 from penstock.workers.supervise.trainer import RankGroup
 from penstock.workers.supervise.worker import Worker
 from penstock.workers.workers import Workers
 
 
-async def start(config: Config, total_steps: int, log_folder: Path) -> Workers:
+async def start(config: Config, total_steps: int, log_folder: Path, events: Events) -> Workers:
     """Join or start the cluster, place the actors, build their parts."""
     kind = sync_kind(config)
     ours = connect(config.launch)
-    callbacks = SupervisionCallbacks(waits=Waits(), log=partial(append_to_log, log_folder))
     num_agents = sum(task.agent_actors for task in config.tasks.values())
-    placement = Placement(
-        config.launch, ours, lambda text: callbacks.note(text), num_agents=num_agents
-    )
+    placement = Placement(config.launch, ours, events.note, num_agents=num_agents)
     try:
         await placement.reserve()
-        actors = _Actors(config, log_folder, placement, kind, callbacks)
+        actors = _Actors(config, log_folder, placement, kind, events)
         return await _start_parts(actors, total_steps, ours)
     except BaseException:
         placement.release()
@@ -91,17 +86,17 @@ def disconnect(ours: bool) -> None:
 
 
 async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers:
-    settings, callbacks, placement = actors.config.launch, actors.callbacks, actors.placement
+    settings, events, placement = actors.config.launch, actors.events, actors.placement
     actors.log_folder.mkdir(parents=True, exist_ok=True)
-    trainer = Supervised("trainer", _spawn_trainer(actors, total_steps), settings, callbacks)
+    trainer = Supervised("trainer", _spawn_trainer(actors, total_steps), settings, events)
 
     def make_engine(number: int) -> Supervised:
         name = f"engine-{number}"
         slot = placement.take(name, number)
         spawn = _spawn_engine(actors, number, slot)
-        engine = slot.worker = Supervised(name, spawn, settings, callbacks)
-        engine.when_closed = partial(placement.free, slot, engine)
-        return engine
+        free = partial(placement.free, slot, name)
+        slot.worker = Supervised(name, spawn, settings, events, when_closed=free)
+        return slot.worker
 
     engines = [make_engine(number) for number in range(settings.num_producers)]
 
@@ -114,21 +109,20 @@ async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers
     except BaseException:
         await asyncio.gather(*(one.close() for one in (trainer, *engines)))
         raise
-    workers = assemble(
+    return assemble(
         "ray",
         trainer,
         engines,
         clean_up,
-        callbacks,
+        events,
         actors.sync,
         make_engine,
         publishes=colocated_publishes(actors.config, total_steps),
         copies=actors.copies,
         settings=actors.config.pool_engine(),
         may_leave=actors.config.may_leave_engines(),
+        start_agent=partial(_start_agent, actors),
     )
-    workers.start_agent = partial(_start_agent, actors, workers)
-    return workers
 
 
 async def _start_agent(
@@ -136,8 +130,8 @@ async def _start_agent(
 ) -> ActorAgentLoop:
     """Start the actors of a task's agent loop; each is restarted like an engine when it dies."""
     assert workers.engine is not None, "a cluster has engines"
-    callbacks, config = actors.callbacks, actors.config
-    loop = ActorAgentLoop(workers.engine, callbacks.waits, lambda text: callbacks.note(text))
+    events, config = actors.events, actors.config
+    loop = ActorAgentLoop(workers.engine, events.waits, events.note)
 
     async def spawn(name: str) -> Worker:
         worker = await actors.create(name, 1, actors.placement.agent_options())
@@ -148,8 +142,8 @@ async def _start_agent(
     try:
         for number in range(config.tasks[task].agent_actors):
             name = f"agent-{task}-{number}"
-            actor = Supervised(name, partial(spawn, name), config.launch, callbacks)
-            actor.prepare = _nothing_to_prepare
+            actor = Supervised(name, partial(spawn, name), config.launch, events)
+            actor.restart_with(Restarts(prepare=_nothing_to_prepare))
             workers.supervised[name] = actor
             loop.add(actor)
         await all_or_first_error(*(actor.start() for actor in loop.actors))
@@ -171,18 +165,18 @@ class _Actors:
     log_folder: Path
     placement: Placement
     sync: str
-    callbacks: SupervisionCallbacks
+    events: Events
     copies: NodeCopies = field(init=False)
 
     def __post_init__(self) -> None:
         spawn = self._spawn_distributor
-        self.copies = NodeCopies(spawn, self.config.launch, self.callbacks)
+        self.copies = NodeCopies(spawn, self.config.launch, self.events)
 
     async def create(self, name: str, threads: int, options: dict[str, Any]) -> ActorWorker:
         timeout_s, log = self.config.launch.start_timeout_s, self.log_folder / f"{name}.log"
-        worker = await ActorWorker.create(name, log, threads, timeout_s, **options)
-        worker.note = lambda text: self.callbacks.note(text)
-        return worker
+        return await ActorWorker.create(
+            name, log, threads, timeout_s, note=self.events.note, **options
+        )
 
     async def place(self, name: str, threads: int, slot: PlacementSlot) -> ActorWorker:
         return await self.placement.start_actor(name, slot, partial(self.create, name, threads))
@@ -223,7 +217,7 @@ def _spawn_engine(
             worker = await spawn()
         except BaseException:
             if not slot.has_served:
-                actors.placement.free(slot, slot.worker)
+                actors.placement.free(slot, f"engine-{number}")
             raise
         slot.has_served = True
         return worker

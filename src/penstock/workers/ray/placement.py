@@ -443,10 +443,10 @@ class Placement:
         except TimeoutError:
             raise RunError(f"{name}: Ray gave it no place within {limit_s:g} s") from None
 
-    def free(self, slot: PlacementSlot, worker: Supervised | None) -> None:
+    def free(self, slot: PlacementSlot, name: str) -> None:
         """Free the slot of a worker that was drained or never started; return an extra one to the cluster."""
-        if slot.worker is not worker:
-            return
+        if slot.worker is not None and slot.worker.name != name:
+            return  # another worker has taken the slot
         slot.worker = None
         if slot.is_extra and slot in self.producers:
             self.producers.remove(slot)

@@ -2,7 +2,7 @@
 
 Serves every kind of worker. Calls under way when a worker ends fail at once with WorkerDied; the
 owner of the part (`trainer.py`, `workers/pool/`) decides whether to repeat them. Before a new worker serves,
-`prepare` brings it to the state of the old one. Every event is one line to the user.
+its owner (`Restarts`) brings it to the state of the old one. Every event is one line to the user.
 
 Every call into a worker passes `call_worker`, which opens the wait that the watchdog sees.
 """
@@ -15,7 +15,7 @@ import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -56,9 +56,9 @@ async def call_worker(worker: Worker, waits: Waits, method: str, *args: Any) -> 
         return await worker.call(method, *args)
 
 
-@dataclass(slots=True, kw_only=True)
-class SupervisionCallbacks:
-    """Callbacks from supervision to the run; the job and the loop set them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Events:
+    """What workers tell the run. A run makes it before its workers and passes it to the launcher."""
 
     waits: Waits
     note: Callable[[str], None] = lambda text: say(text, error=True)
@@ -68,21 +68,37 @@ class SupervisionCallbacks:
     replaced: Callable[[int, str], None] = lambda version, digest: None  # published for a lost one
 
 
+async def nothing() -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarts:
+    """What the owner of a worker does when the worker is restarted."""
+
+    prepare: Prepare | None = None  # restores the state of the old worker; None: its end is final
+    start_context: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    when_back: Callable[[], Awaitable[None]] = nothing
+    when_given_up: Callable[[], None] = lambda: None
+
+
 class Supervised:
-    """One worker and its successors. Without `prepare` the end of the worker is final."""
+    """One worker and its successors. The end of a worker is final until `restart_with`."""
 
     def __init__(
-        self, name: str, spawn: Spawn, settings: LaunchConfig, callbacks: SupervisionCallbacks
+        self,
+        name: str,
+        spawn: Spawn,
+        settings: LaunchConfig,
+        events: Events,
+        *,
+        when_closed: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
-        self.prepare: Prepare | None = None
-        self.start_context: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
-        self.when_back: Callable[[], Awaitable[None]] = nothing
-        self.when_given_up: Callable[[], None] = lambda: None
-        self.when_closed: Callable[[], None] = lambda: None
         self.given_up: WorkerDied | None = None
         self.restarts = 0
-        self._spawn, self._settings, self._callbacks = spawn, settings, callbacks
+        self._spawn, self._settings, self._events = spawn, settings, events
+        self._when_closed = when_closed
+        self._owner = Restarts()
         self._ends: deque[float] = deque()  # when workers ended, within the restart window
         self._faults: deque[float] = deque()  # when they died of the newest fault, in a row
         self._newest_fault = self._log = ""
@@ -101,7 +117,15 @@ class Supervised:
     def can_restart(self) -> bool:
         """Whether a worker that is killed now would be followed by another one."""
         worker = self._current
-        return self.prepare is not None and (worker is None or worker.can_be_killed)
+        return self._owner.prepare is not None and (worker is None or worker.can_be_killed)
+
+    def restart_with(self, owner: Restarts) -> None:
+        """From now on, restart the worker when it ends, with the help of its owner."""
+        self._owner = owner
+
+    def retire(self, reason: str) -> None:
+        """Refuse every further call: the worker was closed for good."""
+        self.given_up = WorkerDied(f"{self.name}: {reason}")
 
     async def start(self) -> None:
         self._worker = await self._spawn()
@@ -114,7 +138,7 @@ class Supervised:
         if worker is None:
             raise self.given_up or WorkerDied(f"{self.name}: it is being started again")
         try:
-            return await call_worker(worker, self._callbacks.waits, method, *args)
+            return await call_worker(worker, self._events.waits, method, *args)
         except WorkerDied:
             if worker is self._worker and self.given_up is None:
                 self._settled.clear()
@@ -122,7 +146,7 @@ class Supervised:
 
     async def ready(self) -> None:
         """Wait until a worker serves; raise WorkerDied if supervision gave up."""
-        with self._callbacks.waits.wait("driver", WaitKind.RESTART, self.name):
+        with self._events.waits.wait("driver", WaitKind.RESTART, self.name):
             await self._settled.wait()
         if self.given_up is not None:
             raise self.given_up
@@ -136,7 +160,7 @@ class Supervised:
         if worker is not None:
             self._replaced_for = f"{self.name}: {reason}"
             if traceback is not None:
-                self._log = self._callbacks.log(self.name, traceback)
+                self._log = self._events.log(self.name, traceback)
                 self._count_fault(reason)
             self._settled.clear()
             await worker.kill()
@@ -152,7 +176,7 @@ class Supervised:
     async def end(self, reason: str) -> None:
         """Kill the current worker for good, if it can be killed: every call of it fails."""
         worker = self._current
-        self.prepare = None
+        self._owner = replace(self._owner, prepare=None)
         if worker is not None and worker.can_be_killed:
             await self.replace(reason)
 
@@ -183,21 +207,21 @@ class Supervised:
         self._settled.set()  # nobody waits for a worker that will not come
         if self._worker is not None:
             await self._worker.close()
-        self.when_closed()
+        self._when_closed()
 
     async def _supervise(self) -> None:
         """Restart the worker whenever it ends. Waits for: its end. Woken by: that end."""
         try:
             await self._restart_until_given_up()
         except Exception as error:  # a bug of ours: callers must get the error
-            self._callbacks.note(f"{self.name}: supervision failed\n{traceback.format_exc()}")
+            self._events.note(f"{self.name}: supervision failed\n{traceback.format_exc()}")
             line = f"{self.name}: supervision failed: {type(error).__name__}: {error}"
             self.given_up = WorkerDied(line)
         self._settled.set()
         try:
-            self.when_given_up()
+            self._owner.when_given_up()
         except Exception:  # callers get `given_up`; whoever is told first must not hide the rest
-            self._callbacks.note(f"{self.name}: it was given up\n{traceback.format_exc()}")
+            self._events.note(f"{self.name}: it was given up\n{traceback.format_exc()}")
 
     async def _restart_until_given_up(self) -> None:
         while self.given_up is None:
@@ -210,7 +234,7 @@ class Supervised:
 
     async def _tell_of_return(self) -> None:
         try:
-            await self.when_back()
+            await self._owner.when_back()
         except PenstockError as error:
             await self.replace(f"it was restarted but cannot serve: {error}")
 
@@ -221,9 +245,7 @@ class Supervised:
             wait_s = self._backoff_s()
             when = f" in {wait_s:g} s" if wait_s else ""
             limit = self._settings.max_restarts
-            self._callbacks.note(
-                f"{reason}; starting it again{when} ({len(self._ends)} of {limit})"
-            )
+            self._events.note(f"{reason}; starting it again{when} ({len(self._ends)} of {limit})")
             await asyncio.sleep(wait_s)  # the back-off
             try:
                 await self._start_next()
@@ -234,7 +256,7 @@ class Supervised:
             self.restarts += 1
             seconds = loop_time() - began
             place = self._worker.place
-            self._callbacks.note(f"{self.name}: serves again ({place}) after {seconds:.1f} s")
+            self._events.note(f"{self.name}: serves again ({place}) after {seconds:.1f} s")
             self._settled.set()
             return True
         self.given_up = WorkerDied(self._last_line(reason))
@@ -246,11 +268,11 @@ class Supervised:
         return reason
 
     async def _start_next(self) -> None:
-        async with self.start_context():
+        async with self._owner.start_context():
             worker = self._starting = await self._spawn()
             try:
-                assert self.prepare is not None
-                await self.prepare(partial(call_worker, worker, self._callbacks.waits))
+                assert self._owner.prepare is not None
+                await self._owner.prepare(partial(call_worker, worker, self._events.waits))
             except BaseException:
                 await worker.close()
                 raise
@@ -264,7 +286,7 @@ class Supervised:
         for times in (self._ends, self._faults):
             while times and times[0] < now - RESTART_WINDOW_S:
                 times.popleft()
-        if self.prepare is None or len(self._ends) >= self._settings.max_restarts:
+        if self._owner.prepare is None or len(self._ends) >= self._settings.max_restarts:
             return False
         if len(self._faults) >= _SAME_FAULTS:
             return False
@@ -278,7 +300,7 @@ class Supervised:
         return 0.0 if not before else min(base * 2.0 ** (before - 1), _LONGEST_BACKOFF_S)
 
     def _last_line(self, reason: str) -> str:
-        if self.prepare is None or not self._settings.max_restarts:
+        if self._owner.prepare is None or not self._settings.max_restarts:
             return reason
         if len(self._faults) >= _SAME_FAULTS:
             times = f"{reason}; {self.name} died of this {len(self._faults)} times in a row"
@@ -288,6 +310,3 @@ class Supervised:
             f"{RESTART_WINDOW_S:g} s (launch.max_restarts = "
             f"{self._settings.max_restarts}) and is given up"
         )
-
-
-async def nothing() -> None: ...

@@ -2,8 +2,8 @@
 
 `RankGroup` presents several rank workers as one worker: each rank gets its share of a batch's
 groups (ranks of one copy of the model get the same share), and the end of one rank ends all of them.
-`RestartingTrainer` repeats a call after a restart; `Supervised.prepare` (newest checkpoint, then redo
-from the journal) has brought the new worker to the state of the old one.
+`RestartingTrainer` repeats a call after a restart; `restart_with` says how a new worker gets the state of
+the old one (newest checkpoint, then redo from the journal).
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
 from penstock.config import ParallelConfig
 from penstock.errors import WorkerDied, WrongStep
 from penstock.types import Batch, StepReport, WeightHandle
-from penstock.workers.supervise.supervised import Call, Supervised
+from penstock.workers.supervise.supervised import Call, Restarts, Supervised, nothing
 from penstock.workers.supervise.worker import Worker
 
 _OTHERS_TIMEOUT_S = 30.0
@@ -203,22 +204,47 @@ class TrainerClient:
 class RestartingTrainer(TrainerClient):
     """A trainer whose calls are repeated on the restored worker after a death."""
 
-    def __init__(self, supervised: Supervised, *, announces: bool = False) -> None:
-        """`announces`: engines may read weights as soon as the worker begins to write them."""
-        super().__init__(self._call_again_after_a_death)
-        self._supervised, self._announces = supervised, announces
+    def __init__(
+        self,
+        supervised: Supervised,
+        *,
+        announces: bool = False,
+        replaced: Callable[[int, str], None] = lambda version, digest: None,
+    ) -> None:
+        """announces: engines may read weights as soon as the worker begins to write them.
+
+        replaced: called with the version and digest that take the place of lost weights.
+        """
+        super().__init__(self.call)
+        self.supervised = supervised
+        self._announces, self._replaced = announces, replaced
         self._published: tuple[WeightHandle, Worker | None] | None = None  # newest, and its writer
-        self.when_replaced: Callable[[WeightHandle], None] = lambda handle: None
         self._writing: asyncio.Task[WeightHandle] | None = None
         self._publishing = asyncio.Lock()
 
-    async def _call_again_after_a_death(self, method: str, *args: Any) -> Any:
+    def restart_with(
+        self,
+        restore: Callable[[TrainerPart], Awaitable[None]],
+        start_context: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+        when_back: Callable[[], Awaitable[None]] = nothing,
+    ) -> None:
+        """From now on, restart a trainer that dies; `restore` brings it to its last state."""
+        self.supervised.restart_with(
+            Restarts(
+                prepare=lambda call: restore(TrainerClient(call)),
+                start_context=start_context,
+                when_back=when_back,
+            )
+        )
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call the worker; if it dies, call the restored one."""
         while True:
             try:
                 await self._publish_again()
-                return await self._supervised.call(method, *args)
+                return await self.supervised.call(method, *args)
             except WorkerDied:
-                await self._supervised.ready()
+                await self.supervised.ready()
 
     async def train(self, batch: Batch) -> StepReport:
         """Train a step; a worker that is at another step is replaced and restored from the journal."""
@@ -226,9 +252,9 @@ class RestartingTrainer(TrainerClient):
         try:
             return await super().train(batch)
         except WrongStep as error:
-            if not self._supervised.can_restart:
+            if not self.supervised.can_restart:
                 raise
-            await self._supervised.replace(str(error))
+            await self.supervised.replace(str(error))
             return await super().train(batch)
 
     async def publish(self) -> WeightHandle:
@@ -236,15 +262,15 @@ class RestartingTrainer(TrainerClient):
         await self._written()
         handle: WeightHandle | None = None
         if self._announces:
-            handle = await self._call("announce")
+            handle = await self.call("announce")
         if handle is None:
             handle = await super().publish()
         else:
-            writing = self._supervised.call("publish")
+            writing = self.supervised.call("publish")
             self._writing = asyncio.create_task(writing, name="write weights")
             self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())
         if self._announces:
-            self._published = (handle, self._supervised.worker)
+            self._published = (handle, self.supervised.worker)
         return handle
 
     async def _written(self) -> None:
@@ -261,10 +287,10 @@ class RestartingTrainer(TrainerClient):
         do not repeat, redone weights have another digest, and there are no others.
         """
         async with self._publishing:
-            worker = self._supervised.worker
+            worker = self.supervised.worker
             if self._published is None or worker is None or worker is self._published[1]:
                 return
-            self._published = (await self._supervised.call("publish"), worker)
+            self._published = (await self.supervised.call("publish"), worker)
 
     async def renewed(self, handle: WeightHandle) -> WeightHandle:
         """Return a handle that can be read, in the place of one that cannot.
@@ -274,32 +300,32 @@ class RestartingTrainer(TrainerClient):
         """
         await self._written()
         while True:
-            await self._supervised.ready()
+            await self.supervised.ready()
             try:
-                await self._supervised.call("progress")  # raises at once if the worker is dead
+                await self.supervised.call("progress")  # raises at once if the worker is dead
                 await self._publish_again()
                 break
             except WorkerDied:
                 continue
         newest = handle if self._published is None else self._published[0]
         if newest.version != handle.version:
-            self.when_replaced(newest)
+            self._replaced(newest.version, newest.digest)
         return newest
 
     async def write_snapshot(self) -> None:
         """Do not repeat this call after a death: the copied state was lost with the worker."""
-        await self._supervised.call("write_snapshot")
+        await self.supervised.call("write_snapshot")
 
     async def request_stop(self) -> None:
         """Ask the worker to stop; do without the answer of one that is dead or blocked."""
-        if self._supervised.worker is not None:
+        if self.supervised.worker is not None:
             with contextlib.suppress(WorkerDied, TimeoutError):
                 async with asyncio.timeout(_STOP_TIMEOUT_S):
-                    await self._supervised.call("request_stop")
+                    await self.supervised.call("request_stop")
 
     async def close(self) -> None:
         """Close the worker, and end a publication whose answer never came."""
-        await self._supervised.close()
+        await self.supervised.close()
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.wait([self._writing])

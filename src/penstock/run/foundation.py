@@ -1,0 +1,140 @@
+"""What a run has before its workers: where notes, waits and records go, and what the workers tell of.
+
+Parts are built in one order: notes, waits, journal, workers, batch source, tracker, loop. Each gets what it
+needs when it is built, so nothing is set from outside later (tests/test_wiring.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from penstock.inspection.track.logs import Notes
+from penstock.rollout import ProducerSnapshot
+from penstock.store.journal import Journal
+from penstock.store.run_folder import RunFolder
+from penstock.types import Batch
+from penstock.waits import Waits
+from penstock.workers.rpc_server import append_to_log
+from penstock.workers.supervise.supervised import Events
+
+
+class BatchSource(Protocol):
+    """Where the batches of a run come from: its producer, or the journal of another run."""
+
+    async def restore(self, journal: Journal) -> None:
+        """Continue from what the run's own journal holds."""
+
+    async def run(self) -> None:
+        """Prepare batches until cancelled."""
+
+    async def take_batch(self, step: int) -> Batch:
+        """Wait for the batch of a step; it is journalled when this returns."""
+
+    def weights_updated(self, version: int) -> None:
+        """Note that the engines confirmed these weights."""
+
+    async def pause(self, *, abort: bool) -> float:
+        """Generate nothing until `resume`; abort what is running or wait for it; return the seconds."""
+
+    def resume(self) -> None:
+        """Generate again; do nothing if it was not paused."""
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return the metrics of the producing side since the last call."""
+
+    def snapshot(self) -> ProducerSnapshot:
+        """Return the counts of groups by state, and the open waits."""
+
+
+class NewestVersion:
+    """The newest weights that engines have loaded. Made before the workers, which advance it."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._followers: list[Callable[[int], None]] = []
+
+    def follow(self, follower: Callable[[int], None]) -> None:
+        """Call `follower` whenever a version is loaded."""
+        self._followers.append(follower)
+
+    def advance(self, version: int, digest: str = "") -> None:
+        """Tell of a version: when the first engines have loaded it, and again when all have but late ones.
+
+        An older version changes nothing: a trainer that was restarted since is past it.
+        """
+        if version >= self.value:
+            self.value = version
+            for follower in self._followers:
+                follower(version)
+
+
+class Status:
+    """What a run does now, for those who show it."""
+
+    def __init__(self, source: BatchSource) -> None:
+        self._source = source
+        self.activity = "starting"  # of the loop
+        self.newest_batch: Batch | None = None  # that was trained
+
+    def doing(self, activity: str) -> None:
+        self.activity = activity
+
+    def trained(self, batch: Batch) -> None:
+        self.newest_batch = batch
+
+    def producer_waits(self) -> list[str]:
+        """Return the open waits of the producing side, each as a phrase with its duration."""
+        return [
+            f"{wait.who} waits for {wait.what} ({wait.seconds:.1f} s)"
+            for wait in self._source.snapshot().waits
+            if wait.seconds >= 0.1
+        ]
+
+    def live(self) -> str:
+        """Return what the loop does, the open waits, then the group counts of each task."""
+        first = "; ".join([self.activity, *self.producer_waits()])
+        return "\n".join([first, *map(str, self._source.snapshot().tasks)])
+
+    def last_failure(self) -> str:
+        """Return why a group failed, the newest reason of the first task that has one."""
+        tasks = self._source.snapshot().tasks
+        return next((task.last_error for task in tasks if task.last_error), "")
+
+    def next_batch(self) -> tuple[int, int]:
+        """Return how many groups of the next batch are there, and how many it needs."""
+        now = self._source.snapshot()
+        return now.batch_ready, now.batch_size
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Foundation:
+    """What exists before the workers of a run, and outlives them."""
+
+    notes: Notes
+    waits: Waits
+    journal: Journal
+    newest_version: NewestVersion
+    events: Events  # what workers tell of; ends in the other four
+
+
+def lay_foundation(folder: RunFolder, notes: Notes, closing: AsyncExitStack) -> Foundation:
+    """Open the run's journal, and join it to what workers will tell."""
+    waits = Waits()
+    journal = Journal.open(folder.journal, waits=waits)
+    closing.callback(journal.close)
+    newest_version = NewestVersion()
+    events = Events(
+        waits=waits,
+        note=notes.add,
+        log=partial(append_to_log, folder.logs),
+        first_loaded=newest_version.advance,
+        confirmed=partial(journal.record_confirmed, "engine"),
+        replaced=journal.record_published,
+    )
+    return Foundation(
+        notes=notes, waits=waits, journal=journal, newest_version=newest_version, events=events
+    )
