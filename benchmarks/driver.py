@@ -36,7 +36,7 @@ from penstock.types import Prompt, StepReport
 from penstock.waits import Waits
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.processes.process_worker import ProcessWorker
-from penstock.workers.supervise.supervised import Events, Supervised
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.workers.supervise.worker import Worker
 
 REWARD = f"{Path(__file__).resolve()}:has_number"
@@ -48,7 +48,7 @@ def has_number(response: str, gt_answer: str) -> float:
 
 
 async def engine_pool(options: argparse.Namespace, folder: Path) -> EnginePool:
-    events, settings = Events(waits=Waits()), LaunchConfig()
+    events, settings = SupervisionCallbacks(waits=Waits()), LaunchConfig()
     slots = options.groups * options.generations
 
     async def spawn() -> Worker:

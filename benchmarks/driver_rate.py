@@ -34,7 +34,7 @@ from penstock.store.journal import Journal
 from penstock.types import StepReport, VersionSegment
 from penstock.waits import Waits
 from penstock.workers.pool.pool import EnginePool
-from penstock.workers.supervise.supervised import Events, Supervised
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.workers.supervise.worker import Worker
 
 GROUPS_PER_STEP, SLOTS = 512, 64
@@ -100,7 +100,7 @@ async def engine_pool(
         async def spawn(worker: Worker = worker) -> Worker:
             return worker
 
-        one = Supervised(worker.name, spawn, LaunchConfig(), Events(waits=waits))
+        one = Supervised(worker.name, spawn, LaunchConfig(), SupervisionCallbacks(waits=waits))
         await one.start()
         made.append(one)
     pool = EnginePool(made, waits)

@@ -38,7 +38,7 @@ from penstock.types import Prompt, Rollout, Score, StepReport
 from penstock.waits import Waits
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.ray.actor import ActorWorker
-from penstock.workers.supervise.supervised import Events, Supervised
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.workers.supervise.worker import Worker
 
 GROUPS_PER_STEP, GENERATIONS = 128, 8
@@ -54,7 +54,7 @@ class Even(Reward):
 
 
 async def engines(count: int, tokens: int, folder: Path) -> EnginePool:
-    events, settings = Events(waits=Waits()), LaunchConfig(kind="ray")
+    events, settings = SupervisionCallbacks(waits=Waits()), LaunchConfig(kind="ray")
 
     def make(number: int) -> Supervised:
         name = f"engine-{number}"

@@ -19,7 +19,7 @@ from penstock.errors import EngineError
 from penstock.waits import Waits
 from penstock.workers.inline import ThreadWorker
 from penstock.workers.pool.pool import EnginePool
-from penstock.workers.supervise.supervised import Events, Supervised
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
 from stages import small_server
 from stages import tiny_policy as tiny
 from stages.command_runs import train
@@ -83,7 +83,7 @@ class ServedPool:
         self.may_start = asyncio.Event()
         self.may_start.set()
         self._back = asyncio.Event()
-        events = Events(waits=Waits(), note=self._note)
+        events = SupervisionCallbacks(waits=Waits(), note=self._note)
         self._supervised = [
             Supervised(
                 f"engine-{number}",

@@ -151,8 +151,8 @@ def test_a_trainer_restored_inside_a_live_run_has_its_redone_versions_listed(
         journal=journal,
         checkpoints=CheckpointStore(tmp_path / "checkpoints"),
         tracker=SimpleNamespace(note=lambda text: None),
-        workers=SimpleNamespace(restore_trainer_with=restores.append),
-        activity="training step 4",
+        trainer=SimpleNamespace(restart_with=restores.append),
+        status=SimpleNamespace(activity="training step 4", doing=lambda activity: None),
     )
     keep_trainer_alive(job)  # type: ignore[arg-type]
     asyncio.run(restores[0](Trainer(exact=False, differs=True)))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from penstock.types import WeightHandle
 from penstock.waits import Waits
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.processes.process_worker import ProcessWorker
-from penstock.workers.supervise.supervised import Events, Supervised
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
 from stages.echo import ECHO
 from stages.fake_engine import FakeEngine
 
@@ -32,7 +32,7 @@ class Play:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self.events = Events(waits=Waits(), note=self.notes.append)
+        self.events = SupervisionCallbacks(waits=Waits(), note=self.notes.append)
 
     def echo(self, folder: Path, **fields: Any) -> Supervised:
         async def spawn() -> ProcessWorker:

@@ -16,8 +16,8 @@ from penstock.types import Rollout
 from penstock.waits import Waits
 from penstock.workers.supervise.supervised import (
     CALLS,
-    Events,
     Supervised,
+    SupervisionCallbacks,
     call_worker,
 )
 from penstock.workers.watchdog import Watchdog
@@ -98,7 +98,7 @@ class WatchdogStage:
         self.clock = VirtualClock()
         self.waits = Waits(lambda: self.clock.now)
         self.notes: list[str] = []
-        self.events = Events(waits=self.waits, note=self.notes.append)
+        self.events = SupervisionCallbacks(waits=self.waits, note=self.notes.append)
         settings = WatchdogConfig.model_validate({"stall_s": STALL_S, "action": action})
         callbacks = {"progress_of": _stands_still, "activity_of": _idle, **callbacks}
         self.watchdog = Watchdog(self.waits, settings, note=self.notes.append, **callbacks)

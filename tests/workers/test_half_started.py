@@ -13,7 +13,7 @@ from penstock.waits import Waits
 from penstock.workers import inline
 from penstock.workers.offline_trainer import offline_trainer
 from penstock.workers.processes import local
-from penstock.workers.supervise.supervised import Events
+from penstock.workers.supervise.supervised import SupervisionCallbacks
 from stages.disturbed_run import config_of
 
 
@@ -43,7 +43,9 @@ def test_inline_closes_the_trainer_if_the_engine_cannot_start(
 
     async def main() -> None:
         with pytest.raises(EngineError, match="does not fit"):
-            await inline.start(config_of(tmp_path, "half"), 1, tmp_path, Events(waits=Waits()))
+            await inline.start(
+                config_of(tmp_path, "half"), 1, tmp_path, SupervisionCallbacks(waits=Waits())
+            )
         assert part.stopped
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -110,7 +112,7 @@ def test_an_offline_trainer_closes_ranks_that_do_not_answer(
             config_of(tmp_path, "off", "launch.num_consumers=2"),
             1,
             tmp_path,
-            Events(waits=Waits()),
+            SupervisionCallbacks(waits=Waits()),
         ):
             raise KeyError("of the caller")
 

@@ -24,10 +24,10 @@ from penstock.rollout.evaluation.evaluate import EvalTask
 from penstock.rollout.replay_buffer import ReplayBuffer
 from penstock.store.journal import Journal
 from penstock.types import Batch, StepReport, WeightHandle
-from penstock.waits import WaitKind
+from penstock.waits import WaitInOrder, WaitKind
 from penstock.workers.pool.node_copies import NodeCopies
 from penstock.workers.pool.pool import EnginePool
-from penstock.workers.supervise.supervised import CALLS, Events
+from penstock.workers.supervise.supervised import CALLS, SupervisionCallbacks
 from penstock.workers.supervise.trainer import RestartingTrainer
 from stages.fake_engine import FakeEngine
 from stages.rewards import CountingReward
@@ -96,7 +96,8 @@ class DeafJournal(Journal):
     """Takes records, and never gets one to the disk."""
 
     def __init__(self, stage: WatchdogStage) -> None:
-        self.waits = stage.waits
+        self._waits = stage.waits
+        self._landings = WaitInOrder(stage.waits, "journal", WaitKind.SEND, responder="journal")
         self._known_prompts = set()
 
     def _submit(self, record: Any) -> None: ...
@@ -156,7 +157,7 @@ async def a_node_that_receives_nothing(stage: WatchdogStage) -> None:
     async def spawn(name: str, node: str, folder: str) -> SilentWorker:
         return SilentWorker(name, endpoint=None)
 
-    events = Events(waits=stage.waits, note=lambda text: None)
+    events = SupervisionCallbacks(waits=stage.waits, note=lambda text: None)
     copies = NodeCopies(spawn, LaunchConfig(), events)
     copies.place_engine(0, "there")
     await copies.copy_for(0, replace(HANDLE, location={"node": "here"}))

@@ -19,7 +19,7 @@ from penstock.store.run_folder import RunFolder
 from penstock.types import Batch
 from penstock.waits import Waits
 from penstock.workers.rpc_server import append_to_log
-from penstock.workers.supervise.supervised import Events
+from penstock.workers.supervise.supervised import SupervisionCallbacks
 
 
 class BatchSource(Protocol):
@@ -118,7 +118,7 @@ class Foundation:
     waits: Waits
     journal: Journal
     newest_version: NewestVersion
-    events: Events  # what workers tell of; ends in the other four
+    events: SupervisionCallbacks  # what workers tell of; ends in the other four
 
 
 def lay_foundation(folder: RunFolder, notes: Notes, closing: AsyncExitStack) -> Foundation:
@@ -127,7 +127,7 @@ def lay_foundation(folder: RunFolder, notes: Notes, closing: AsyncExitStack) -> 
     journal = Journal.open(folder.journal, waits=waits)
     closing.callback(journal.close)
     newest_version = NewestVersion()
-    events = Events(
+    events = SupervisionCallbacks(
         waits=waits,
         note=notes.add,
         log=partial(append_to_log, folder.logs),

@@ -57,7 +57,7 @@ from penstock.workers import LAUNCHERS
 from penstock.workers.control import Control
 from penstock.workers.inline import start_engine
 from penstock.workers.offline_trainer import offline_trainer
-from penstock.workers.supervise.supervised import Events
+from penstock.workers.supervise.supervised import SupervisionCallbacks
 from penstock.workers.watchdog import Watchdog, watched
 from penstock.workers.workers import RestartableTrainer, Workers
 
@@ -298,7 +298,7 @@ async def _load_and_measure(config: Config) -> tuple[RunData, dict[str, str]]:
 async def _load_and_launch(
     config: Config,
     folder: RunFolder,
-    events: Events,
+    events: SupervisionCallbacks,
     closing: AsyncExitStack,
     report: list[str],
 ) -> tuple[RunData, dict[str, str], int, Workers]:
@@ -335,7 +335,7 @@ async def open_trainer(
     log_folder: Path,
     total_steps: int | None = None,
     *,
-    events: Events | None = None,
+    events: SupervisionCallbacks | None = None,
 ) -> AsyncIterator[Workers]:
     """Start the trainer of a run without an engine, to train on journalled batches.
 
@@ -344,7 +344,7 @@ async def open_trainer(
     steps = config.train.steps or total_steps
     if steps is None:
         steps = count_steps(config, (await RunData.read(config)).train)
-    events = events or Events(waits=Waits())
+    events = events or SupervisionCallbacks(waits=Waits())
     async with offline_trainer(config, steps, log_folder, events) as workers:
         yield workers
 

@@ -136,7 +136,7 @@ class Loop:
             await evaluating
 
     async def _settle(self) -> None:
-        """Wait until weights may be replaced: the last are loaded (`workers/pool/loads.py`), no evaluation needs them."""
+        """Wait until weights may be replaced: the last are loaded (`workers/pool/weights.py`), no evaluation needs them."""
         if self._updating is not None:
             await self._updating
         await self._job.evaluations.pinned()

@@ -13,7 +13,7 @@ from penstock.errors import RunError
 from penstock.workers.colocated import ColocatedTrainer
 from penstock.workers.pool.node_copies import NodeCopies
 from penstock.workers.pool.pool import EnginePool
-from penstock.workers.supervise.supervised import Events, Supervised
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.workers.supervise.trainer import RestartingTrainer
 from penstock.workers.workers import StartAgent, Workers
 
@@ -65,7 +65,7 @@ def assemble(
     trainer: Supervised,
     engines: list[Supervised],
     clean_up: Callable[[], Awaitable[None]],
-    events: Events,
+    events: SupervisionCallbacks,
     sync: str,
     make_engine: Callable[[int], Supervised] | None = None,
     *,

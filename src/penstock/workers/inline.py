@@ -25,7 +25,7 @@ from penstock.workers.part_factories import TrainerService
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.rpc_server import RpcServer
 from penstock.workers.supervise.activity import activity_of
-from penstock.workers.supervise.supervised import Events, Supervised
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.workers.workers import Workers
 
 
@@ -69,7 +69,7 @@ class ThreadWorker:
         await self._server.close()
 
 
-def _engines(config: Config, fetch: Fetch, events: Events) -> list[Supervised]:
+def _engines(config: Config, fetch: Fetch, events: SupervisionCallbacks) -> list[Supervised]:
     """One engine, because more would share the interpreter; for servers, one each."""
 
     async def spawn(number: int) -> ThreadWorker:
@@ -89,7 +89,7 @@ def _engines(config: Config, fetch: Fetch, events: Events) -> list[Supervised]:
 
 async def start_engine(config: Config) -> InferenceEngine:
     """Start the engine of this process without a trainer, with the weights of its model."""
-    events = Events(waits=Waits())
+    events = SupervisionCallbacks(waits=Waits())
     engines = _engines(config, _no_weights, events)
     try:
         await all_or_first_error(*(engine.start() for engine in engines))
@@ -105,7 +105,9 @@ def _no_weights(handle: WeightHandle) -> NoReturn:
     raise AssertionError(f"an engine that only samples gets no weights, got {handle}")
 
 
-async def start(config: Config, total_steps: int, log_folder: Path, events: Events) -> Workers:
+async def start(
+    config: Config, total_steps: int, log_folder: Path, events: SupervisionCallbacks
+) -> Workers:
     """Build the trainer and its engine, or one engine for each server, in this process."""
     from penstock.weights.in_process import InProcessSync
 

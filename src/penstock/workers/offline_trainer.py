@@ -16,7 +16,7 @@ from penstock.config import Config
 from penstock.workers.inline import ThreadWorker
 from penstock.workers.part_factories import TrainerService
 from penstock.workers.processes.local import spawn_trainer
-from penstock.workers.supervise.supervised import Events, Supervised
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.workers.supervise.trainer import RestartingTrainer
 from penstock.workers.workers import Workers
 
@@ -25,7 +25,7 @@ _NOTHING_IS_PUBLISHED = ("shared_memory", "")
 
 @asynccontextmanager
 async def offline_trainer(
-    config: Config, total_steps: int, log_folder: Path, events: Events
+    config: Config, total_steps: int, log_folder: Path, events: SupervisionCallbacks
 ) -> AsyncIterator[Workers]:
     """Yield the trainer of `config` without an engine; the logs of its ranks go to `log_folder`."""
 

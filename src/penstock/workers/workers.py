@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from penstock.config import SamplingConfig
 from penstock.engine.protocol import EngineStats, InferenceEngine, SetAside
 from penstock.waits import WaitKind, loop_time
-from penstock.workers.supervise.supervised import Events, Supervised
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.workers.supervise.trainer import TrainerPart
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Workers:
     trainer: RestartableTrainer
     close: Callable[[], Awaitable[None]]
     description: str  # the place of every worker, in one line
-    events: Events  # the open waits, and where notes to the user go
+    events: SupervisionCallbacks  # the open waits, and where notes to the user go
     supervised: MutableMapping[str, Supervised] = field(default_factory=dict)  # by worker name
     # changes the number of engines; returns what was done
     scale: Callable[[int], Awaitable[str]] | None = None

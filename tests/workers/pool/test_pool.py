@@ -15,9 +15,9 @@ from penstock.errors import DigestMismatch, EngineError, PartFailed, RunError, W
 from penstock.types import WeightHandle
 from penstock.waits import Waits
 from penstock.workers.inline import ThreadWorker
-from penstock.workers.pool.newest_weights import NewestWeights
 from penstock.workers.pool.pool import EnginePool, UpdateOrder
-from penstock.workers.supervise.supervised import Events, Restarts, Supervised
+from penstock.workers.pool.weights import NewestWeights
+from penstock.workers.supervise.supervised import Restarts, Supervised, SupervisionCallbacks
 from penstock.workers.supervise.worker import Worker
 from stages import tiny_policy as tiny
 from stages.engine_case import EngineCase, run
@@ -40,7 +40,7 @@ def make_pool(update: UpdateOrder = "together", *, max_restarts: int = 3) -> Eng
     def spawn(name: str) -> Callable[[], Awaitable[Worker]]:
         return lambda: ThreadWorker.start(name, make_engine)
 
-    callbacks = Events(waits=Waits(), note=lambda line: None)
+    callbacks = SupervisionCallbacks(waits=Waits(), note=lambda line: None)
     workers = [
         Supervised(name, spawn(name), LaunchConfig(max_restarts=max_restarts), callbacks)
         for name in ("engine-0", "engine-1")

@@ -214,7 +214,7 @@ class PoolMachine(RuleBasedStateMachine):
         for one in self.asked:
             if not one.task.cancelled():
                 self._check(one)
-        assert self.pool._dispatcher.running == self.pool._dispatcher.waiting == 0
+        assert self.pool._scheduler.running == self.pool._scheduler.waiting == 0
         assert not self.pool._requests._batches
         assert len(self._slow_lines()) <= len(self.engines)
         self.clock.run(self.pool.close())

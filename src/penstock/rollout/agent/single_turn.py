@@ -93,8 +93,14 @@ class SingleTurn(AgentLoop):
         requests = [self._request(rollout) for rollout in rollouts]
         ids = [request.request_id for request in requests]
         self._running.update(dict.fromkeys(ids))
+        generations: Sequence[Generation | BaseException]
         try:
-            generations = await self._ask_engine(requests)
+            try:  # all at once, to share a prefill
+                generations = await self._engine.generate_many(requests)
+            except EnginesLost:
+                raise
+            except Exception as error:  # a rollout's edge: only the request at fault fails
+                generations = await self._ask_each_alone(requests, error)
         except asyncio.CancelledError:
             self._abort_later(ids)  # the caller was cancelled: free the engine
             raise
@@ -107,22 +113,17 @@ class SingleTurn(AgentLoop):
             else:
                 self._take(rollout, generation)
 
-    async def _ask_engine(
-        self, requests: list[GenerationRequest]
+    async def _ask_each_alone(
+        self, requests: list[GenerationRequest], error: Exception
     ) -> Sequence[Generation | BaseException]:
-        """Send all requests at once, to share a prefill; if that raises, each alone.
+        """After an error of all requests together, send each alone; return what each gets.
 
         So a request that the engine refuses costs its own rollout only.
         """
-        try:
-            return await self._engine.generate_many(requests)
-        except EnginesLost:
-            raise
-        except Exception as error:  # the fault of an engine is the outcome of its rollouts
-            if len(requests) == 1:
-                return [error]
-            self._abort_later([request.request_id for request in requests])
-            return await asyncio.gather(*map(self._ask_alone, requests), return_exceptions=True)
+        if len(requests) == 1:
+            return [error]
+        self._abort_later([request.request_id for request in requests])
+        return await asyncio.gather(*map(self._ask_alone, requests), return_exceptions=True)
 
     async def _ask_alone(self, request: GenerationRequest) -> Generation:
         request_id = f"{request.request_id}-alone"

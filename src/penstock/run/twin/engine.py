@@ -53,6 +53,10 @@ class Rows:
         self._began: dict[int, float] = {}  # running row -> decode steps done by then
         self._ends: list[tuple[float, int]] = []  # heap: decode steps at its end, row
 
+    def hold(self, is_held: bool) -> None:
+        """Begin no row while held."""
+        self.is_held = is_held
+
     @property
     def running(self) -> int:
         return len(self._began)
@@ -249,7 +253,7 @@ class ModelledEngine:
             self._continue()
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        self.rows.is_held = True
+        self.rows.hold(True)
         if mode == "abort":
             for name in list(self._by_name):
                 await self.abort(name)
@@ -258,7 +262,7 @@ class ModelledEngine:
             await self._idle.wait()
 
     async def resume(self) -> None:
-        self.rows.is_held = False
+        self.rows.hold(False)
         self.rows.advance(loop_time())
         self._continue()
 

@@ -26,7 +26,7 @@ from penstock.data.sampler import Sampler
 from penstock.engine.protocol import InferenceEngine, SamplingParams
 from penstock.errors import UserError
 from penstock.inspection.findings.live import LiveFindings
-from penstock.inspection.track.logs import RolloutLog, TimelineLog
+from penstock.inspection.track.logs import Notes, RolloutLog, TimelineLog
 from penstock.inspection.track.trackers import Fanout
 from penstock.rollout import (
     IsValidSample,
@@ -39,6 +39,7 @@ from penstock.rollout import (
 from penstock.rollout.agent.single_turn import SingleTurn
 from penstock.rollout.evaluation.background import Evaluations
 from penstock.rollout.evaluation.evaluate import EvalTask
+from penstock.run.foundation import NewestVersion, Status
 from penstock.run.job import Job
 from penstock.run.loop import Loop
 from penstock.run.twin.engine import ModelledEngine
@@ -253,6 +254,7 @@ class _Twin:
         self._driver = DriverTime(profile)
         self._trainer = ModelledTrainer(profile, config.launch.num_consumers)
         self._journal = ModelledJournal(profile, self._measure)
+        self._newest_version = NewestVersion()
         self._source: Producer
         self._started_at = loop_time()
         self.engines = self._engines()
@@ -266,19 +268,23 @@ class _Twin:
         workers = await self._launch(steps)
         closing.push_async_callback(workers.close)
         self._source = self._producer(workers, all_steps)
+        self._newest_version.follow(self._source.weights_updated)
         job = Job(  # nothing is told to anybody
             config=self._config,
             folder=folder,
             total_steps=steps,
             workers=workers,
             source=self._source,
+            status=Status(self._source),
+            notes=Notes(lambda text: None),
+            newest_version=self._newest_version,
             journal=cast(Any, self._journal),
             checkpoints=CheckpointStore(folder.checkpoints, self._config.checkpoint),
             evaluations=Evaluations(
                 tasks=self._eval_tasks(),
                 folder=folder.evaluations,
                 engine=workers.engine,
-                waits=workers.callbacks.waits,
+                waits=workers.events.waits,
                 log=lambda step, metrics: None,
                 note=lambda text: None,
                 set_aside=workers.set_aside,
@@ -333,7 +339,13 @@ class _Twin:
     async def _launch(self, steps: int) -> Workers:
         """Start the modelled parts, as a launcher starts real ones."""
         config = self._config
-        callbacks = SupervisionCallbacks(waits=Waits(), note=lambda line: None)
+        callbacks = SupervisionCallbacks(
+            waits=Waits(),
+            note=lambda line: None,
+            first_loaded=self._newest_version.advance,
+            confirmed=partial(self._journal.record_confirmed, "engine"),
+            replaced=self._journal.record_published,
+        )
 
         def supervised(name: str, part: Any) -> Supervised:
             spawn = partial(ThreadWorker.start, name, lambda: part)
@@ -388,7 +400,7 @@ class _Twin:
             tasks=[self._task(name, workers, buffer) for name in config.tasks],
             replay_buffer=buffer,
             journal=cast(Any, self._journal),
-            waits=workers.callbacks.waits,
+            waits=workers.events.waits,
             progress=ProduceProgress.build(list(config.tasks)),
             groups_per_step=config.train.groups_per_step,
             sync_weights_interval=config.sync.every_steps,

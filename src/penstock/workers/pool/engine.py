@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from penstock.engine.protocol import EngineStats, Generation, GenerationRequest
-from penstock.errors import EngineError, WorkerDied
+from penstock.errors import EngineError, PartFailed, RunError, WorkerDied
 from penstock.types import WeightHandle
 from penstock.workers.supervise.supervised import Supervised
 
@@ -52,29 +53,43 @@ class Engine:
         return self.supervised.name
 
 
+# Judges the answer of an engine, or its error: returns what its requests get, and whether it died.
+Judge = Callable[
+    [Engine, list[GenerationRequest], list[Generation] | RunError],
+    Awaitable[tuple[list[Generation], bool]],
+]
+
+
+async def abort_on(engine: Engine, request_ids: list[str]) -> None:
+    for request_id in request_ids:
+        with contextlib.suppress(RunError):  # a failed abort costs tokens and no more
+            await engine.supervised.call("abort", request_id)
+
+
 class LentEngine:
     """One engine that was set aside; its death is an EngineError to its user."""
 
     def __init__(
         self,
         engine: Engine,
-        generate: Callable[
-            [Engine, list[GenerationRequest]], Awaitable[tuple[list[Generation], bool]]
-        ],
-        abort: Callable[[Engine, list[str]], Awaitable[None]],
+        judge: Judge,
         stats: Callable[[Engine], Awaitable[EngineStats]],
     ) -> None:
-        """generate: returns answers and whether the engine died. stats: raises WorkerDied then."""
-        self._engine, self._generate, self._abort, self._stats = engine, generate, abort, stats
+        """stats: raises WorkerDied if the engine has died."""
+        self._engine, self._judge, self._stats = engine, judge, stats
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-        made, died = await self._generate(self._engine, requests)
+        try:
+            answer = await self._engine.supervised.call("generate_many", requests)
+        except (WorkerDied, PartFailed, EngineError) as error:
+            answer = error
+        generations, died = await self._judge(self._engine, requests, answer)
         if died:
             raise EngineError(f"{self._engine.name}: it died with {len(requests)} requests")
-        return made
+        return generations
 
     async def abort(self, request_id: str) -> None:
-        await self._abort(self._engine, [request_id])
+        await abort_on(self._engine, [request_id])
 
     async def stats(self) -> EngineStats:
         """Wait for a worker that is being restarted, then ask it."""

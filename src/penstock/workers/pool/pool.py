@@ -19,11 +19,10 @@ from penstock.errors import EngineError, EnginesLost, PartFailed, RunError, User
 from penstock.types import WeightHandle
 from penstock.waits import WaitKind, Waits
 from penstock.workers.pool.engine import ENDED, MOVES, WORKING, Engine, EngineState, LentEngine
-from penstock.workers.pool.loads import Loads
-from penstock.workers.pool.newest_weights import NewestWeights, Renew
 from penstock.workers.pool.node_copies import NodeCopies
-from penstock.workers.pool.prompt_batch import PromptBatch, empty_answer
-from penstock.workers.pool.requests import Requests
+from penstock.workers.pool.requests import PromptBatch, Requests, empty_answer
+from penstock.workers.pool.scheduler import Scheduler
+from penstock.workers.pool.weights import Loads, NewestWeights, Renew
 from penstock.workers.supervise.supervised import Call, Restarts, Supervised
 
 T = TypeVar("T")
@@ -82,15 +81,14 @@ class EnginePool:
         self._loads, self._may_leave = Loads(self._catch_up, note), may_leave
         self._engines: list[Engine] = []
         self._asks_for_slots = not slots
+        self._scheduler = Scheduler(len(supervised), slots or UNKNOWN_SLOTS)
         self._requests = Requests(
-            len(supervised),
-            slots or UNKNOWN_SLOTS,
-            generate=lambda index, requests: self._generate_on(self._engines[index], requests),
-            abort=lambda index, names: self._abort_on(self._engines[index], names),
+            self._engines,
+            self._scheduler,
+            judge=self._judge,
             until_one_serves=self._until_one_serves,
             note=note,
         )
-        self._dispatcher = self._requests.dispatcher
         self._least_version = 0  # the oldest weights that new requests may be generated with
         self._after_update: list[Callable[[], Awaitable[None]]] = []  # called once
         self._scaling = asyncio.Lock()
@@ -122,7 +120,7 @@ class EnginePool:
     @property
     def serving(self) -> list[int]:
         """Indices of the engines that take requests."""
-        return self._dispatcher.serving
+        return self._scheduler.serving
 
     @property
     def count(self) -> int:
@@ -137,11 +135,11 @@ class EnginePool:
         assert state in MOVES[engine.state], f"{engine.state} -> {state}"
         engine.state, engine.reason = state, reason
         if engine.loaded is not None:
-            self._dispatcher.room.loaded(engine.index, engine.loaded[0])
-        self._dispatcher.room.let_serve(
+            self._scheduler.loaded(engine.index, engine.loaded[0])
+        self._scheduler.let_serve(
             engine.index, state is EngineState.SERVING, retired=state is EngineState.RETIRED
         )
-        if not self._dispatcher.room.num_serving:
+        if not self.serving:
             self._requests.unqueue_all()
         self._requests.bind_queued()
         self._changed.set()
@@ -165,10 +163,7 @@ class EnginePool:
 
     async def _until_one_serves(self, batch: PromptBatch | None = None) -> None:
         """Wait until an engine serves, or `batch` has ended; raise EnginesLost if all are dead."""
-        room = self._dispatcher.room
-        while not room.num_serving and (
-            batch is None or (batch.left and not self._requests.closed)
-        ):
+        while not self.serving and (batch is None or (batch.left and not self._requests.closed)):
             if not self.count:
                 reasons = [engine.reason for engine in self._in(EngineState.DEAD)]
                 raise EnginesLost("no engine is left: " + "; ".join(reasons))
@@ -265,7 +260,7 @@ class EnginePool:
         engine = Engine(make(index), index, EngineState.STARTING)
         async with self._reserve_start(engine):
             await engine.supervised.start()
-            self._dispatcher.room.add(serves=False)
+            self._scheduler.add()
             self._adopt(engine)
             await self._prepare(engine, engine.supervised.call)
         await self._join(engine)
@@ -300,7 +295,7 @@ class EnginePool:
             yield None
             return
         try:
-            yield LentEngine(engine, self._generate_on, self._abort_on, self._stats_of)
+            yield LentEngine(engine, self._judge, self._stats_of)
         except RunError:
             await self._take_back(engine)
             raise
@@ -308,7 +303,7 @@ class EnginePool:
 
     def _least_busy(self) -> Engine | None:
         """Return the least busy engine with the newest weights, if it is not the only one."""
-        members = self._dispatcher.members
+        members = self._scheduler.engines
         newest = max((members[index].version for index in self.serving), default=0)
         able = [index for index in self.serving if members[index].version == newest]
         if len(able) < 2:
@@ -336,35 +331,33 @@ class EnginePool:
         return (await self.generate_many([request]))[0]
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-        return await self._requests.generate_many(requests, least_version=self._least_version)
+        return await self._requests.generate_many(requests, self._least_version)
 
     async def abort(self, request_id: str) -> None:
         await self._requests.abort(request_id)
         self._changed.set()
 
-    async def _generate_on(
-        self, engine: Engine, requests: list[GenerationRequest]
+    async def _judge(
+        self,
+        engine: Engine,
+        requests: list[GenerationRequest],
+        answer: list[Generation] | RunError,
     ) -> tuple[list[Generation], bool]:
-        """Return an engine's answers, and whether it died, so that failed requests can be retried."""
-        try:
-            made: list[Generation] = await engine.supervised.call("generate_many", requests)
-        except WorkerDied as error:
-            self._lost(engine)
-            return [empty_answer(r.request_id, "error", str(error)) for r in requests], True
-        except PartFailed as error:
-            if await self._is_alive(engine):
-                raise
-            return [empty_answer(r.request_id, "error", str(error)) for r in requests], True
-        except EngineError as error:
-            made = [empty_answer(request.request_id, "error", str(error)) for request in requests]
-        self._weights.sampled(engine, made)
-        failed = any(one.finish_reason == "error" for one in made)
-        return made, failed and not await self._is_alive(engine)
+        """Return what requests get from an engine's answer or error, and whether the engine died.
 
-    async def _abort_on(self, engine: Engine, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            with contextlib.suppress(RunError):  # a failed abort costs tokens and no more
-                await engine.supervised.call("abort", request_id)
+        Raise an error of its part if the engine lives. Requests that failed with a death can be retried.
+        """
+        if isinstance(answer, WorkerDied):
+            self._lost(engine)
+        if isinstance(answer, RunError):
+            failed = [empty_answer(r.request_id, "error", str(answer)) for r in requests]
+            died = isinstance(answer, WorkerDied) or not await self._is_alive(engine)
+            if isinstance(answer, PartFailed) and not died:
+                raise answer
+            return failed, died
+        self._weights.sampled(engine, answer)
+        has_failed = any(generation.finish_reason == "error" for generation in answer)
+        return answer, has_failed and not await self._is_alive(engine)
 
     # ---- all engines
 
@@ -375,13 +368,13 @@ class EnginePool:
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Pause all engines. Requests that wait for an engine stay queued, or end (`abort`)."""
-        self._dispatcher.hold(True)
+        self._scheduler.hold(True)
         if mode == "abort":
             self._end_waiting()
         await self._at_least_one(lambda: self._call_working("pause", mode))
 
     async def resume(self) -> None:
-        self._dispatcher.hold(False)
+        self._scheduler.hold(False)
         await self._call_working("resume")  # an engine that is back later is not paused
         self._requests.bind_queued()
 
@@ -395,7 +388,7 @@ class EnginePool:
 
         Waits for: weights that are being loaded, engines that start or are drained. Needs no engine that serves.
         """
-        self._dispatcher.hold(True)
+        self._scheduler.hold(True)
         async with self._switching:
             self._gpu_released.clear()
             self._asleep = True
@@ -431,7 +424,7 @@ class EnginePool:
             policy_version=oldest.policy_version,
             digest=oldest.digest,
             running=sum(stats.running for stats in all_stats),
-            waiting=sum(stats.waiting for stats in all_stats) + self._dispatcher.waiting,
+            waiting=sum(stats.waiting for stats in all_stats) + self._scheduler.waiting,
             tokens_generated=sum(stats.tokens_generated for stats in all_stats),
             busy_s=sum(stats.busy_s for stats in all_stats),
             paused=any(stats.paused for stats in all_stats),
@@ -470,7 +463,7 @@ class EnginePool:
         engine.tokens = stats.tokens_generated
         if self._asks_for_slots and stats.slots and stats.slots != engine.slots:
             engine.slots = stats.slots
-            self._dispatcher.room.set_slots(engine.index, stats.slots)
+            self._scheduler.set_slots(engine.index, stats.slots)
         return replace(stats, tokens_generated=engine.tokens + engine.earlier_tokens)
 
     async def _is_alive(self, engine: Engine) -> bool:
@@ -515,7 +508,7 @@ class EnginePool:
     async def update_weights(self, version: int, source: WeightHandle) -> str:
         """Load weights into the engines that serve, together or one after another (`rolling`).
 
-        Together: nobody waits for an engine that is late, if `may_leave` (`loads.py`).
+        Together: nobody waits for an engine that is late, if `may_leave` (`weights.py`).
         """
         assert version == source.version
         self._weights.publish(source)
@@ -577,7 +570,7 @@ class EnginePool:
 
     def _note_version(self, engine: Engine) -> None:
         if engine.loaded is not None:
-            self._dispatcher.room.loaded(engine.index, engine.loaded[0])
+            self._scheduler.loaded(engine.index, engine.loaded[0])
             self._requests.bind_queued()
 
     def _tell_first_loaded(self, version: int, digest: str) -> None:

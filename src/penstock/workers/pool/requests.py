@@ -1,86 +1,145 @@
 """The way of a request through the pool: queued, bound to an engine, answered or aborted.
 
-The requests of one prompt go to one engine together, when it has room (`dispatch.py` decides, this file
-acts). Requests of a dead engine are retried on another one, or wait for the first that serves again, so a
-death costs time and no group. Knows engines by their index only; their states belong to `pool.py`.
+The requests of one prompt go to one engine together, when it has a free slot (`scheduler.py` decides, this
+file acts). Requests of a dead engine are retried on another one, or wait for the first that serves again, so a
+death costs time and no group. The states of engines belong to `pool.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Self
 
-from penstock.engine.protocol import Generation, GenerationRequest
-from penstock.workers.pool.dispatch import Dispatcher
-from penstock.workers.pool.prompt_batch import PromptBatch
+import numpy as np
 
-Generate = Callable[[int, list[GenerationRequest]], Awaitable[tuple[list[Generation], bool]]]
+from penstock.engine.protocol import FinishReason, Generation, GenerationRequest
+from penstock.errors import EngineError, PartFailed, WorkerDied
+from penstock.workers.pool.engine import Engine, Judge, abort_on
+from penstock.workers.pool.scheduler import Scheduler, Work
+
 # A request fails after so many deaths of the only engine that served. More than launch.max_restarts by
 # default: then the run stops with the reason of the deaths instead.
 _LAST_ENGINE_DEATHS = 5
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class PromptBatch(Work):
+    """Requests of one prompt; those in `left` have no answer yet, the others are in `done`."""
+
+    left: list[GenerationRequest]
+    done: dict[str, Generation] = field(default_factory=dict)
+    aborted: set[str] = field(default_factory=set)  # request ids that a caller aborted
+    binding: asyncio.Future[bool] | None = None  # set while queued; False: left the queue
+    last_engine_deaths: int = 0  # engines that died with this batch while no other engine served
+
+    @classmethod
+    def of(cls, requests: list[GenerationRequest], *, least_version: int = 0) -> Self:
+        return cls(
+            size=len(requests),
+            tokens=sum(request.num_tokens for request in requests),
+            least_version=least_version,
+            left=requests,
+        )
+
+    def take(self, answers: Iterable[Generation], *, retry_failed: bool) -> None:
+        """Keep an engine's answers to `left`; with `retry_failed`, those that failed stay in `left`."""
+        self.done.update((answer.request_id, answer) for answer in answers)
+        failed = []
+        if retry_failed:
+            failed = [r for r in self.left if self.done[r.request_id].finish_reason == "error"]
+        for request in failed:
+            del self.done[request.request_id]
+        self.left = failed
+
+    def end(
+        self, reason: FinishReason, names: Collection[str] | None = None, error: str = ""
+    ) -> None:
+        """Answer requests of `left` (all of them, or those of `names`) with no tokens."""
+        if not self.left or not (names is None or names):
+            return
+        chosen = {request.request_id for request in self.left}
+        if names is not None:
+            chosen &= set(names)
+        self.done.update((name, empty_answer(name, reason, error)) for name in chosen)
+        self.left = [request for request in self.left if request.request_id not in chosen]
+
+    def wake(self, is_bound: bool) -> None:
+        if self.binding is not None and not self.binding.done():
+            self.binding.set_result(is_bound)
+
+
+def empty_answer(request_id: str, reason: FinishReason, error: str = "") -> Generation:
+    """Return a response without tokens."""
+    return Generation(
+        request_id=request_id,
+        token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        segments=(),
+        finish_reason=reason,
+        error=error,
+    )
+
+
 class Requests:
-    """Consumes requests, produces generations. Waits for: room at an engine, or one that serves.
+    """Consumes requests, produces generations. Waits for: a slot of an engine, or one that serves.
 
     Woken by: answers, engines that join, resume or load weights (`bind_queued`).
     """
 
     def __init__(
         self,
-        engines: int,
-        slots: int,
+        engines: Sequence[Engine],
+        scheduler: Scheduler,
         *,
-        generate: Generate,
-        abort: Callable[[int, list[str]], Awaitable[None]],
+        judge: Judge,
         until_one_serves: Callable[[PromptBatch], Awaitable[None]],
         note: Callable[[str], None],
     ) -> None:
-        """generate: returns the answers of an engine, and whether it died. abort: by request ids."""
-        self.dispatcher = Dispatcher(engines, slots)
+        """engines: by their index; more may be added."""
         self.closed = False
-        self._generate, self._abort = generate, abort
-        self._until_one_serves, self._note = until_one_serves, note
+        self._engines, self._scheduler = engines, scheduler
+        self._judge, self._until_one_serves, self._note = judge, until_one_serves, note
         self._batches: dict[str, PromptBatch] = {}  # request without an answer -> its batch
         self._aborting: set[asyncio.Task[None]] = set()
         self._slow: set[int] = set()  # engines that the user was told of
 
     async def generate_many(
-        self, requests: list[GenerationRequest], *, least_version: int
-    ) -> list[Generation]:
-        shared, slots = requests[0].prompt_ids if requests else None, self.dispatcher.room.slots
-        if 0 < len(requests) <= slots and all(one.prompt_ids is shared for one in requests):
-            return await self._generate_batch(requests, least_version)  # a group, as most calls
-        prompts: dict[bytes, list[int]] = {}
-        for place, request in enumerate(requests):
-            prompts.setdefault(request.prompt_ids.tobytes(), []).append(place)
-        parts = [
-            places[start : start + slots]
-            for places in prompts.values()
-            for start in range(0, len(places), slots)
-        ]
-        if len(parts) == 1:
-            return await self._generate_batch(requests, least_version)
-        batches = ([requests[place] for place in part] for part in parts)
-        made = await asyncio.gather(*(self._generate_batch(one, least_version) for one in batches))
-        results: dict[int, Generation] = {}
-        for places, answers in zip(parts, made, strict=True):
-            results.update(zip(places, answers, strict=True))
-        return [results[place] for place in range(len(requests))]
-
-    async def _generate_batch(
         self, requests: list[GenerationRequest], least_version: int
     ) -> list[Generation]:
-        """Generate the responses of one prompt on one engine; if it dies, on another."""
+        """Generate the responses of one prompt on one engine, and if it dies, on another.
+
+        Requests of several prompts, or more than an engine runs at once, are generated in parts.
+        """
+        parts = self._parts(requests)
+        if len(parts) != 1:
+            return await self._generate_parts(requests, parts, least_version)
         batch = PromptBatch.of(requests, least_version=least_version)
         self._batches.update((request.request_id, batch) for request in requests)
         began = False
         try:
             while batch.left and not self.closed:
                 await self._until_one_serves(batch)
-                if batch.left and await self._has_room(batch, first=began):
-                    began = True
-                    await self._run_on_engine(batch)
+                if not batch.left or not await self._bind(batch, first=began):
+                    continue
+                began = True
+                assert batch.engine is not None
+                engine, answers, died = self._engines[batch.engine], list[Generation](), False
+                batch.end("abort", batch.aborted)  # aborted after it was bound, before it is sent
+                try:
+                    if batch.left:
+                        try:
+                            answer = await engine.supervised.call("generate_many", batch.left)
+                        except (WorkerDied, PartFailed, EngineError) as error:
+                            answer = error
+                        answers, died = await self._judge(engine, batch.left, answer)
+                except asyncio.CancelledError:  # the engine would go on with what nobody waits for
+                    self._abort_later(engine, [request.request_id for request in batch.left])
+                    raise
+                finally:
+                    self._release(batch, answers)
+                self._keep(batch, engine, answers, died)
         finally:
             for request in requests:
                 if self._batches.get(request.request_id) is batch:
@@ -88,42 +147,56 @@ class Requests:
         batch.end("error", error="engine pool: it is closed")  # only requests that are still left
         return [batch.done[request.request_id] for request in requests]
 
-    async def _has_room(self, batch: PromptBatch, *, first: bool) -> bool:
-        """Wait until the batch is bound to an engine; False if it left the queue. Waits for: room."""
+    def _parts(self, requests: list[GenerationRequest]) -> list[list[int]]:
+        """Return the places of the requests that go to one engine together: of one prompt, not too many."""
+        shared, slots = requests[0].prompt_ids if requests else None, self._scheduler.slots
+        if 0 < len(requests) <= slots and all(r.prompt_ids is shared for r in requests):
+            return [list(range(len(requests)))]  # a group, as most calls
+        prompts: dict[bytes, list[int]] = {}
+        for place, request in enumerate(requests):
+            prompts.setdefault(request.prompt_ids.tobytes(), []).append(place)
+        return [
+            places[start : start + slots]
+            for places in prompts.values()
+            for start in range(0, len(places), slots)
+        ]
+
+    async def _generate_parts(
+        self, requests: list[GenerationRequest], parts: list[list[int]], least_version: int
+    ) -> list[Generation]:
+        batches = ([requests[place] for place in part] for part in parts)
+        answers = await asyncio.gather(*(self.generate_many(b, least_version) for b in batches))
+        results: dict[int, Generation] = {}
+        for places, part in zip(parts, answers, strict=True):
+            results.update(zip(places, part, strict=True))
+        return [results[place] for place in range(len(requests))]
+
+    async def _bind(self, batch: PromptBatch, *, first: bool) -> bool:
+        """Wait until the batch is bound to an engine; False if it left the queue. Waits for: a slot."""
         loop = asyncio.get_running_loop()
-        if self.dispatcher.offer(batch, loop.time(), first=first) is not None:
+        if self._scheduler.offer(batch, loop.time(), first=first) is not None:
             return True
-        batch.room = loop.create_future()
+        batch.binding = loop.create_future()
         self.bind_queued()
         try:
-            return await batch.room
+            return await batch.binding
         except asyncio.CancelledError:
             if batch.engine is not None:  # bound and cancelled at the same time
                 self._release(batch)
             raise
         finally:
-            self.dispatcher.withdraw(batch)
-            batch.room = None
+            self._scheduler.withdraw(batch)
+            batch.binding = None
 
-    async def _run_on_engine(self, batch: PromptBatch) -> None:
-        """Generate what is left of the batch on the engine that it is bound to."""
-        assert batch.engine is not None
-        batch.end("abort", batch.aborted)  # aborted after it was bound and before it is sent
-        index, made, died = batch.engine, list[Generation](), False
-        try:
-            if batch.left:
-                made, died = await self._generate(index, batch.left)
-        except asyncio.CancelledError:  # the engine would go on with what nobody waits for
-            self._abort_later(index, [request.request_id for request in batch.left])
-            raise
-        finally:
-            whole = all(one.finish_reason not in ("error", "abort") for one in made)
-            self._release(batch, [len(one.token_ids) for one in made] if whole else [])
-        if died and not any(other != index for other in self.dispatcher.serving):
+    def _keep(
+        self, batch: PromptBatch, engine: Engine, answers: list[Generation], died: bool
+    ) -> None:
+        """Keep what an engine answered; what failed with its death is left for another one."""
+        if died and not any(other != engine.index for other in self._scheduler.serving):
             batch.last_engine_deaths += 1
-        batch.take(made, retry_failed=died and batch.last_engine_deaths < _LAST_ENGINE_DEATHS)
+        batch.take(answers, retry_failed=died and batch.last_engine_deaths < _LAST_ENGINE_DEATHS)
         batch.end("abort", batch.aborted)
-        self._tell_if_slow(index)
+        self._tell_if_slow(engine.index)
 
     def close(self) -> None:
         """Answer nothing any more: what is left ends with an error."""
@@ -132,31 +205,34 @@ class Requests:
     # ---- the queue
 
     def bind_queued(self) -> None:
-        """Bind queued requests for as long as engines have room."""
-        if self.dispatcher.waiting:
-            for work in self.dispatcher.bindings(asyncio.get_running_loop().time()):
+        """Bind queued requests for as long as engines have free slots."""
+        if self._scheduler.waiting:
+            for work in self._scheduler.bindings(asyncio.get_running_loop().time()):
                 assert isinstance(work, PromptBatch)
                 work.wake(True)
 
     def unqueue_all(self) -> None:
         """Let queued requests wait for an engine that serves."""
-        for work in self.dispatcher.waiters():
+        for work in self._scheduler.queued():
             assert isinstance(work, PromptBatch)
             self._unqueue(work)
 
-    def _release(self, batch: PromptBatch, lengths: list[int] | None = None) -> None:
-        self.dispatcher.release(batch, asyncio.get_running_loop().time(), lengths or ())
+    def _release(self, batch: PromptBatch, answers: Sequence[Generation] = ()) -> None:
+        """Unbind a batch; if all its responses have ended, measure the engine by their lengths."""
+        whole = all(answer.finish_reason not in ("error", "abort") for answer in answers)
+        lengths = [len(answer.token_ids) for answer in answers] if whole else []
+        self._scheduler.release(batch, asyncio.get_running_loop().time(), lengths)
         self.bind_queued()
 
     def _unqueue(self, batch: PromptBatch) -> None:
-        self.dispatcher.withdraw(batch)
+        self._scheduler.withdraw(batch)
         batch.wake(False)
 
     def _tell_if_slow(self, index: int) -> None:
-        fastest = None if index in self._slow else self.dispatcher.slower_than(index)
+        fastest = None if index in self._slow else self._scheduler.slower_than(index)
         if fastest is not None:
             self._slow.add(index)
-            pace, best = (self.dispatcher.members[n].pace for n in (index, fastest))
+            pace, best = (self._scheduler.engines[n].pace for n in (index, fastest))
             self._note(
                 f"engine-{index}: it is slow, {pace:.3g} tokens/s for a response where "
                 f"engine-{fastest} makes {best:.3g}; a sync batch waits for it"
@@ -172,8 +248,8 @@ class Requests:
         batch.aborted.add(request_id)
         if batch.engine is None:
             self._end(batch, [request_id])
-        elif batch.room is None:  # else it is bound and not sent yet: it is never sent
-            await self._abort(batch.engine, [request_id])
+        elif batch.binding is None:  # else it is bound and not sent yet: it is never sent
+            await abort_on(self._engines[batch.engine], [request_id])
 
     def end_waiting(self) -> None:
         """End all requests that wait for an engine."""
@@ -186,8 +262,8 @@ class Requests:
         if not batch.left:
             self._unqueue(batch)
 
-    def _abort_later(self, index: int, names: list[str]) -> None:
-        task = asyncio.ensure_future(self._abort(index, names))
+    def _abort_later(self, engine: Engine, names: list[str]) -> None:
+        task = asyncio.ensure_future(abort_on(engine, names))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
 

@@ -17,13 +17,15 @@ from penstock.workers.assemble import all_or_first_error, assemble, colocated_pu
 from penstock.workers.ports import port_of, reserve_port
 from penstock.workers.processes.early import engine_imports, trainer_imports, trainer_names
 from penstock.workers.processes.process_worker import ProcessWorker
-from penstock.workers.supervise.supervised import Events, Supervised
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.workers.supervise.trainer import RankGroup
 from penstock.workers.supervise.worker import Worker
 from penstock.workers.workers import Workers
 
 
-async def start(config: Config, total_steps: int, log_folder: Path, events: Events) -> Workers:
+async def start(
+    config: Config, total_steps: int, log_folder: Path, events: SupervisionCallbacks
+) -> Workers:
     """Start all workers at once; if one cannot start, stop the others and raise its error."""
     settings, kind = config.launch, sync_kind(config)
     folder = weight_folder()

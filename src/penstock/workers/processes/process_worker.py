@@ -25,7 +25,7 @@ from typing import Any
 
 from penstock.errors import RunError, WorkerDied
 from penstock.inspection.track.console import READY, StartDisplay
-from penstock.workers.processes.frames import STAGE, read_frame, write_frame
+from penstock.workers.processes.frames import STAGE, frame, read_frame, write_frame
 from penstock.workers.rpc_server import one_line, with_log_path
 from penstock.workers.supervise.activity import activity_of, is_stopped
 
@@ -158,7 +158,7 @@ class ProcessWorker:
         future = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = future
         try:
-            write_frame(self._writer, (call_id, method, args))
+            self._writer.write(frame((call_id, method, args)))
             await self._writer.drain()
             return await future
         except ConnectionError:

@@ -25,13 +25,15 @@ from penstock.workers.pool.node_copies import NodeCopies
 from penstock.workers.ray.actor import ActorWorker
 from penstock.workers.ray.agents import ActorAgentLoop
 from penstock.workers.ray.placement import Placement, PlacementSlot, bundles
-from penstock.workers.supervise.supervised import Call, Events, Restarts, Supervised
+from penstock.workers.supervise.supervised import Call, Restarts, Supervised, SupervisionCallbacks
 from penstock.workers.supervise.trainer import RankGroup
 from penstock.workers.supervise.worker import Worker
 from penstock.workers.workers import Workers
 
 
-async def start(config: Config, total_steps: int, log_folder: Path, events: Events) -> Workers:
+async def start(
+    config: Config, total_steps: int, log_folder: Path, events: SupervisionCallbacks
+) -> Workers:
     """Join or start the cluster, place the actors, build their parts."""
     kind = sync_kind(config)
     ours = connect(config.launch)
@@ -165,7 +167,7 @@ class _Actors:
     log_folder: Path
     placement: Placement
     sync: str
-    events: Events
+    events: SupervisionCallbacks
     copies: NodeCopies = field(init=False)
 
     def __post_init__(self) -> None:

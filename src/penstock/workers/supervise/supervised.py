@@ -4,7 +4,7 @@ Serves every kind of worker. Calls under way when a worker ends fail at once wit
 owner of the part (`trainer.py`, `workers/pool/`) decides whether to repeat them. Before a new worker serves,
 its owner (`Restarts`) brings it to the state of the old one. Every event is one line to the user.
 
-Every call into a worker passes `call_worker`, which opens the wait that the watchdog sees.
+Every call into a worker opens the wait that the watchdog sees (`wait_for`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from penstock.config import LaunchConfig
 from penstock.errors import PenstockError, WorkerDied
 from penstock.files import say
-from penstock.waits import WaitKind, Waits, loop_time
+from penstock.waits import OpenWait, WaitKind, Waits, loop_time
 from penstock.workers.supervise.worker import Worker
 
 Spawn = Callable[[], Awaitable[Worker]]
@@ -48,16 +48,21 @@ CALLS = {  # the kind of wait that a method of a worker opens; any other is a sh
 }
 
 
-async def call_worker(worker: Worker, waits: Waits, method: str, *args: Any) -> Any:
-    """Call a method of a worker; keep the wait for its answer open until the answer comes."""
+def wait_for(worker: Worker, waits: Waits, method: str) -> OpenWait:
+    """Return the wait for a worker's answer, which is open inside its `with` block."""
     lane = "checkpoint" if method == "write_snapshot" else worker.name
     kind = CALLS.get(method, WaitKind.ASK)
-    with waits.wait(lane, kind, responder=worker.name):
+    return waits.wait(lane, kind, responder=worker.name)
+
+
+async def call_worker(worker: Worker, waits: Waits, method: str, *args: Any) -> Any:
+    """Call a method of a worker; keep the wait for its answer open until the answer comes."""
+    with wait_for(worker, waits, method):
         return await worker.call(method, *args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Events:
+class SupervisionCallbacks:
     """What workers tell the run. A run makes it before its workers and passes it to the launcher."""
 
     waits: Waits
@@ -89,7 +94,7 @@ class Supervised:
         name: str,
         spawn: Spawn,
         settings: LaunchConfig,
-        events: Events,
+        events: SupervisionCallbacks,
         *,
         when_closed: Callable[[], None] = lambda: None,
     ) -> None:
@@ -98,6 +103,7 @@ class Supervised:
         self.restarts = 0
         self._spawn, self._settings, self._events = spawn, settings, events
         self._when_closed = when_closed
+        self.prepare: Prepare | None = None  # None: the end of the worker is final
         self._owner = Restarts()
         self._ends: deque[float] = deque()  # when workers ended, within the restart window
         self._faults: deque[float] = deque()  # when they died of the newest fault, in a row
@@ -117,11 +123,11 @@ class Supervised:
     def can_restart(self) -> bool:
         """Whether a worker that is killed now would be followed by another one."""
         worker = self._current
-        return self._owner.prepare is not None and (worker is None or worker.can_be_killed)
+        return self.prepare is not None and (worker is None or worker.can_be_killed)
 
     def restart_with(self, owner: Restarts) -> None:
         """From now on, restart the worker when it ends, with the help of its owner."""
-        self._owner = owner
+        self.prepare, self._owner = owner.prepare, owner
 
     def retire(self, reason: str) -> None:
         """Refuse every further call: the worker was closed for good."""
@@ -138,7 +144,8 @@ class Supervised:
         if worker is None:
             raise self.given_up or WorkerDied(f"{self.name}: it is being started again")
         try:
-            return await call_worker(worker, self._events.waits, method, *args)
+            with wait_for(worker, self._events.waits, method):
+                return await worker.call(method, *args)
         except WorkerDied:
             if worker is self._worker and self.given_up is None:
                 self._settled.clear()
@@ -176,7 +183,7 @@ class Supervised:
     async def end(self, reason: str) -> None:
         """Kill the current worker for good, if it can be killed: every call of it fails."""
         worker = self._current
-        self._owner = replace(self._owner, prepare=None)
+        self.prepare = None
         if worker is not None and worker.can_be_killed:
             await self.replace(reason)
 
@@ -271,8 +278,8 @@ class Supervised:
         async with self._owner.start_context():
             worker = self._starting = await self._spawn()
             try:
-                assert self._owner.prepare is not None
-                await self._owner.prepare(partial(call_worker, worker, self._events.waits))
+                assert self.prepare is not None
+                await self.prepare(partial(call_worker, worker, self._events.waits))
             except BaseException:
                 await worker.close()
                 raise
@@ -286,7 +293,7 @@ class Supervised:
         for times in (self._ends, self._faults):
             while times and times[0] < now - RESTART_WINDOW_S:
                 times.popleft()
-        if self._owner.prepare is None or len(self._ends) >= self._settings.max_restarts:
+        if self.prepare is None or len(self._ends) >= self._settings.max_restarts:
             return False
         if len(self._faults) >= _SAME_FAULTS:
             return False
@@ -300,7 +307,7 @@ class Supervised:
         return 0.0 if not before else min(base * 2.0 ** (before - 1), _LONGEST_BACKOFF_S)
 
     def _last_line(self, reason: str) -> str:
-        if self._owner.prepare is None or not self._settings.max_restarts:
+        if self.prepare is None or not self._settings.max_restarts:
             return reason
         if len(self._faults) >= _SAME_FAULTS:
             times = f"{reason}; {self.name} died of this {len(self._faults)} times in a row"

@@ -1,0 +1,242 @@
+"""Decide which engine takes which requests, and when: pure logic, with the time passed in.
+
+The requests of one prompt are one `Work`. Work is bound to an engine only when that engine has a slot for
+it; until then it waits here, first come first served, so that a slow engine takes no more than it can
+finish. Among engines with free slots, work goes to the one that would finish its outstanding tokens
+first; running work is never moved (docs/workers.md has the measurements). A choice looks at every engine:
+it is made once for a prompt. Makes no calls: `requests.py` acts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+_NEWEST_SHARE = 0.2  # weight of the last answer in a running average
+_AHEAD = 1.25  # requests to bind per request that can run, so that a free slot is refilled at once
+_LEAST_FILL = 0.125
+_UNKNOWN_FILL = 0.5
+_REFUSALS = 256  # after so many skips in a row a slow engine gets work, to measure it again
+_ALIKE = 1.5  # paces within this factor differ by the rows that engines happen to decode together
+_SLOW = 4.0  # tell the user of an engine this many times slower than the fastest
+_ANSWERS_TO_JUDGE = 4  # answers to measure before an engine is called slow
+_LEAST_S = 1e-9  # an answer took at least so long: speeds stay finite
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Work:
+    """Requests that share a prompt and go to one engine together."""
+
+    size: int  # number of requests
+    tokens: int  # the most that the requests can hold, prompts and responses
+    least_version: int = 0  # version of the oldest weights that may generate this work
+    engine: int | None = None  # the engine that the work is bound to
+    is_queued: bool = False
+    since: float = 0.0  # time at which it was bound
+    ahead: int = 0  # outstanding tokens of the engine when this work was bound, its own included
+
+
+@dataclass(slots=True, eq=False)
+class EngineLoad:
+    """One engine as the scheduler sees it."""
+
+    serves: bool = True  # whether the engine takes work
+    retired: bool = False  # the engine never takes work again
+    version: int = 0  # policy version of its weights
+    slots: int = 0  # requests that it runs at once; 0: as many as every engine
+    requests: int = 0  # requests bound to it
+    tokens: int = 0  # tokens of these requests
+    speed: float | None = None  # outstanding tokens finished per second
+    pace: float | None = None  # tokens per second of one response; known if the speed is
+    answers: int = 0  # answers measured so far
+    refused: int = 0  # skips in a row: work waited for another engine instead
+
+
+class Scheduler:
+    """Consumes offers and answers, produces bindings. While it is held, nothing is bound."""
+
+    def __init__(self, engines: int, slots: int) -> None:
+        self.engines = [EngineLoad() for _ in range(engines)]
+        self.slots = slots  # requests that an engine runs at once if it does not say
+        self.held = False
+        self.waiting = 0  # requests in the queue
+        self.running = 0  # requests that are bound
+        self._queue: deque[Work] = deque()
+        self._fill: float | None = None  # share of bound requests that still run
+
+    # ---- engines
+
+    @property
+    def serving(self) -> list[int]:
+        """Indices of the engines that take work."""
+        return [index for index, engine in enumerate(self.engines) if engine.serves]
+
+    def add(self) -> int:
+        """Add an engine that does not serve yet; return its index."""
+        self.engines.append(EngineLoad(serves=False))
+        return len(self.engines) - 1
+
+    def let_serve(self, index: int, serves: bool, *, retired: bool = False) -> None:
+        engine = self.engines[index]
+        engine.serves, engine.retired = serves, engine.retired or retired
+
+    def loaded(self, index: int, version: int) -> None:
+        """Note the version of an engine's weights."""
+        self.engines[index].version = version
+
+    def set_slots(self, index: int, slots: int) -> None:
+        """Note how many requests an engine runs at once; for engines that do not say, the fewest count."""
+        self.engines[index].slots = slots
+        self.slots = min(engine.slots for engine in self.engines if engine.slots)
+
+    def hold(self, held: bool) -> None:
+        """Bind nothing while `held`."""
+        self.held = held
+
+    def slower_than(self, index: int) -> int | None:
+        """Return the fastest engine if this one makes responses several times slower, else None."""
+        judged = {
+            place: engine.pace
+            for place in self.serving
+            if (engine := self.engines[place]).answers >= _ANSWERS_TO_JUDGE and engine.pace
+        }
+        if index not in judged:
+            return None
+        fastest = max(judged, key=judged.__getitem__)
+        return fastest if judged[fastest] > _SLOW * judged[index] else None
+
+    # ---- binding
+
+    def offer(self, work: Work, now: float, *, first: bool = False) -> int | None:
+        """Bind work now and return its engine, or queue it (`first`: at the head) and return None.
+
+        The longer the queue, the more engines are worth using: call `bindings` after None.
+        """
+        if first or not self.waiting:
+            index = self._choose(work)
+            if index is not None:
+                self._bind(work, index, now)
+                return index
+        work.is_queued = True
+        self.waiting += work.size
+        if first:
+            self._queue.appendleft(work)
+        else:
+            self._queue.append(work)
+        return None
+
+    def bindings(self, now: float) -> Iterator[Work]:
+        """Bind queued work for as long as engines have free slots; yield what was bound."""
+        while self._queue:
+            work = self._queue[0]
+            if work.is_queued:
+                index = self._choose(work)
+                if index is None:
+                    return
+                self.withdraw(work)
+                self._bind(work, index, now)
+                self._queue.popleft()
+                yield work
+            else:
+                self._queue.popleft()
+
+    def withdraw(self, work: Work) -> None:
+        """Take work out of the queue, if it is there."""
+        if work.is_queued:
+            work.is_queued = False
+            self.waiting -= work.size
+
+    def queued(self) -> list[Work]:
+        return [work for work in self._queue if work.is_queued]
+
+    def release(self, work: Work, now: float, lengths: Sequence[int] = ()) -> None:
+        """Unbind work that left its engine; measure the engine by the `lengths` of its responses."""
+        assert work.engine is not None
+        engine, work.engine = self.engines[work.engine], None
+        engine.requests -= work.size
+        engine.tokens -= work.tokens
+        self.running -= work.size
+        if lengths and now > work.since:
+            self._measure(engine, work, max(now - work.since, _LEAST_S), lengths)
+
+    def _bind(self, work: Work, index: int, now: float) -> None:
+        engine = self.engines[index]
+        engine.requests += work.size
+        engine.tokens += work.tokens
+        engine.refused = 0
+        work.engine, work.since, work.ahead = index, now, engine.tokens
+        self.running += work.size
+
+    def _choose(self, work: Work) -> int | None:
+        """Return the engine that takes this work now, by the seconds of work that it has; or None."""
+        if self.held:
+            return None
+        able = [
+            engine
+            for engine in self.engines
+            if engine.serves and engine.version >= work.least_version
+        ]
+        per_slot = self._bound_per_slot()
+        free = [engine for engine in able if engine.requests < self._slots_of(engine) * per_slot]
+        if not free:
+            return None
+        seconds = self._seconds_of_work()
+        chosen = min(free, key=seconds)
+        least_pace = self._least_pace(work, able)
+        if (chosen.pace or math.inf) < least_pace and chosen.refused < _REFUSALS:
+            chosen.refused += 1
+            fast = [engine for engine in free if (engine.pace or math.inf) >= least_pace]
+            if not fast:
+                return None
+            chosen = min(fast, key=seconds)
+        return self.engines.index(chosen)
+
+    def _seconds_of_work(self) -> Callable[[EngineLoad], float]:
+        """Return a function of an engine; one that is not measured yet counts as fast as the average."""
+        speeds = [engine.speed for engine in self.engines if engine.speed is not None]
+        average = sum(speeds) / len(speeds) if speeds else 1.0
+        return lambda engine: engine.tokens / (engine.speed or average)
+
+    def _least_pace(self, work: Work, able: Sequence[EngineLoad]) -> float:
+        """Return the pace below which the other engines would finish the queue before one response is made.
+
+        able: the engines that may take the work; those with older weights finish nothing of it.
+        """
+        paces = [(engine.pace, self._slots_of(engine)) for engine in able if engine.pace]
+        if not paces:
+            return 0.0
+        fastest = max(pace for pace, _ in paces)
+        together = sum(pace * slots for pace, slots in paces)
+        waiting = self.waiting if work.is_queued else self.waiting + work.size
+        return 1 / max(1 / fastest + waiting / together, _ALIKE / fastest)
+
+    def _slots_of(self, engine: EngineLoad) -> int:
+        return engine.slots or self.slots
+
+    def _bound_per_slot(self) -> float:
+        """Return how many requests to bind per slot of an engine, by the share of bound ones that still runs.
+
+        Work is answered whole: its first responses that end wait for its longest one. One engine alone has a
+        queue of its own.
+        """
+        if sum(not engine.retired for engine in self.engines) == 1:
+            return math.inf
+        fill = _UNKNOWN_FILL if self._fill is None else self._fill
+        return _AHEAD / max(_LEAST_FILL, fill)
+
+    def _measure(
+        self, engine: EngineLoad, work: Work, seconds: float, lengths: Sequence[int]
+    ) -> None:
+        longest = max(1, *lengths)
+        engine.speed = _average(engine.speed, work.ahead / seconds)
+        engine.pace = _average(engine.pace, longest / seconds)
+        engine.answers += 1
+        self._fill = _average(self._fill, sum(lengths) / (len(lengths) * longest))
+
+
+def _average(before: float | None, newest: float) -> float:
+    if before is None:
+        return newest
+    return (1 - _NEWEST_SHARE) * before + _NEWEST_SHARE * newest

@@ -1,0 +1,285 @@
+"""The scheduler on a made-up clock, with engines that join, leave and are slow."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.workers.pool.scheduler import Scheduler, Work
+
+SLOTS = 4
+
+
+def work(size: int = 1, *, longest: int = 100, prompt: int = 10, least_version: int = 0) -> Work:
+    return Work(size=size, tokens=size * (longest + prompt), least_version=least_version)
+
+
+def measured(scheduler: Scheduler, index: int, *, seconds: float, length: int) -> None:
+    """Let an engine answer once, so that the scheduler knows its speed."""
+    known, serving = work(), scheduler.serving
+    for other in serving:
+        scheduler.let_serve(other, other == index)
+    assert scheduler.offer(known, 0.0) == index
+    scheduler.release(known, seconds, [length])
+    for other in serving:
+        scheduler.let_serve(other, True)
+
+
+# ---- binding, by hand
+
+
+def test_work_beyond_the_slots_waits_and_goes_to_whoever_has_room_first() -> None:
+    scheduler = Scheduler(2, SLOTS)
+    for index in (0, 1):
+        measured(scheduler, index, seconds=1.0, length=10)
+    works = [work() for _ in range(14)]
+    taken = [scheduler.offer(one, 0.0) for one in works]
+    assert taken.count(0) == taken.count(1) == 5  # four slots, and one ahead
+    assert taken[10:] == [None] * 4
+    assert scheduler.waiting == 4
+    scheduler.release(works[1], 1.0, [10])
+    assert [one.engine for one in scheduler.bindings(1.0)] == [1]
+    assert works[10].engine == 1
+    assert works[11].is_queued
+
+
+def test_one_engine_alone_takes_all_at_once() -> None:
+    scheduler = Scheduler(1, SLOTS)
+    assert [scheduler.offer(work(8), 0.0) for _ in range(9)] == [0] * 9
+
+
+def test_responses_that_end_before_the_longest_of_their_work_make_room_for_more() -> None:
+    """On average half of the bound requests run, so twice as many are bound."""
+    scheduler = Scheduler(2, SLOTS)
+    for _ in range(50):
+        first = work(2)
+        scheduler.offer(first, 0.0)
+        scheduler.release(first, 1.0, [10, 0])
+    taken = [scheduler.offer(work(2), 0.0) for _ in range(20)]
+    assert taken.count(0) == taken.count(1) == 5
+
+
+def test_an_engine_without_the_weights_that_are_asked_for_is_passed_over() -> None:
+    scheduler = Scheduler(2, SLOTS)
+    scheduler.loaded(1, 1)
+    assert scheduler.offer(work(least_version=1), 0.0) == 1
+    assert scheduler.offer(work(least_version=1), 0.0) == 1
+    assert scheduler.offer(work(least_version=2), 0.0) is None
+    scheduler.loaded(0, 2)
+    (bound,) = scheduler.bindings(0.0)
+    assert bound.engine == 0
+
+
+def test_a_slow_engine_does_not_begin_what_the_others_will_soon_be_through_with() -> None:
+    scheduler = Scheduler(2, SLOTS)
+    measured(scheduler, 0, seconds=1.0, length=100)
+    measured(scheduler, 1, seconds=10.0, length=100)
+    scheduler.let_serve(0, True)
+    fast = [work() for _ in range(5)]
+    assert [scheduler.offer(one, 0.0) for one in fast] == [0] * 5
+    assert scheduler.offer(work(), 0.0) is None  # the fast engine has a slot soon and ends at 2 s
+    for _ in range(80):
+        scheduler.offer(work(), 0.0)
+    assert len(list(scheduler.bindings(0.0))) == 5  # with a queue this long the slow engine helps
+
+
+def test_engines_that_differ_by_their_last_answers_share_the_work() -> None:
+    """The one that decoded more rows, or had a request in its queue, was measured as a little slower."""
+    scheduler = Scheduler(2, SLOTS)
+    measured(scheduler, 0, seconds=1.0, length=100)
+    measured(scheduler, 1, seconds=1.3, length=100)
+    scheduler.let_serve(0, True)
+    taken = [scheduler.offer(work(), 0.0) for _ in range(4)]
+    assert {0, 1} <= set(taken[:2])
+    assert taken.count(1) == 2
+
+
+def test_an_engine_that_was_slow_is_tried_again_now_and_then() -> None:
+    scheduler = Scheduler(2, 1024)
+    measured(scheduler, 0, seconds=1.0, length=100)
+    measured(scheduler, 1, seconds=10.0, length=100)
+    scheduler.let_serve(0, True)
+    taken = [scheduler.offer(work(), 0.0) for _ in range(600)]
+    assert taken.count(1) == 2
+    assert taken[:256].count(1) == 0
+
+
+def test_work_does_not_wait_for_a_faster_engine_whose_weights_are_too_old() -> None:
+    scheduler = Scheduler(2, SLOTS)
+    measured(scheduler, 0, seconds=10.0, length=100)
+    measured(scheduler, 1, seconds=1.0, length=100)
+    assert scheduler.offer(work(), 0.0) == 1
+    scheduler.loaded(0, version=1)
+    assert scheduler.offer(work(least_version=1), 0.0) == 0
+    scheduler.loaded(1, version=1)
+    assert scheduler.offer(work(least_version=1), 0.0) == 1
+
+
+def test_work_that_comes_back_is_before_all_that_waits() -> None:
+    scheduler = Scheduler(2, SLOTS)
+    scheduler.hold(True)
+    late, back = work(), work()
+    assert scheduler.offer(late, 0.0) is None
+    assert scheduler.offer(back, 0.0, first=True) is None
+    scheduler.hold(False)
+    assert list(scheduler.bindings(0.0)) == [back, late]
+
+
+def test_an_engine_several_times_slower_than_the_fastest_is_named() -> None:
+    scheduler = Scheduler(3, SLOTS)
+    for _ in range(4):
+        assert scheduler.slower_than(2) is None  # too few answers are measured
+        measured(scheduler, 0, seconds=1.0, length=100)
+        measured(scheduler, 1, seconds=2.0, length=100)
+        measured(scheduler, 2, seconds=5.0, length=100)
+    assert [scheduler.slower_than(index) for index in range(3)] == [None, None, 0]
+
+
+def chosen_by_a_look_at_all(scheduler: Scheduler, one: Work) -> int | None:
+    """Return the engine that the rules of docs/workers.md choose, found the long way."""
+    members, common = scheduler.engines, scheduler.slots
+    alone = sum(not member.retired for member in members) == 1
+    fill = 0.5 if scheduler._fill is None else scheduler._fill
+    bound = math.inf if alone else 1.25 / max(0.125, fill)
+    version = one.least_version
+    able = [
+        index
+        for index, member in enumerate(members)
+        if member.serves
+        and member.requests < (member.slots or common) * bound
+        and member.version >= version
+    ]
+    if scheduler.held or not able:
+        return None
+    known = [member.speed for member in members if member.speed is not None]
+    average = sum(known) / len(known) if known else 1.0
+    seconds = {i: members[i].tokens / (members[i].speed or average) for i in able}
+    least = min(able, key=seconds.__getitem__)
+    paced = [one for one in members if one.serves and one.pace and one.version >= version]
+    worth = able
+    if paced:
+        fastest = max(member.pace for member in paced)
+        together = sum((member.slots or common) * member.pace for member in paced)
+        waiting = scheduler.waiting + (0 if one.is_queued else one.size)
+        others = max(1 / fastest + waiting / together, 1.5 / fastest)
+        worth = [i for i in able if (members[i].pace or math.inf) >= 1 / others]
+    if least in worth or members[least].refused >= 256:
+        return least
+    return min(worth, key=seconds.__getitem__, default=None)
+
+
+# ---- the scheduler under random events
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Offers, answers and withdrawals of work; engines that join and leave."""
+
+    @initialize(engines=st.integers(1, 4))
+    def begin(self, engines: int) -> None:
+        self.scheduler, self.now = Scheduler(engines, SLOTS), 0.0
+        self.waiting: list[Work] = []
+        self.bound: list[Work] = []
+
+    def _bind(self) -> None:
+        bindings = self.scheduler.bindings(self.now)
+        while True:
+            first = self.waiting[0] if self.waiting else None
+            engine = None if first is None else chosen_by_a_look_at_all(self.scheduler, first)
+            one = next(bindings, None)
+            if engine is None:
+                assert one is None
+                return
+            assert one is first, "first come, first served"
+            assert first.engine == engine
+            self.bound.append(self.waiting.pop(0))
+
+    @rule(
+        size=st.integers(1, 6),
+        longest=st.integers(1, 50),
+        first=st.booleans(),
+        version=st.integers(0, 1),
+    )
+    def offer(self, size: int, longest: int, first: bool, version: int) -> None:
+        one = work(size, longest=longest, least_version=version)
+        may_bind = first or not self.waiting
+        engine = chosen_by_a_look_at_all(self.scheduler, one) if may_bind else None
+        assert self.scheduler.offer(one, self.now, first=first) == engine
+        if engine is not None:
+            self.bound.append(one)
+        else:
+            self.waiting.insert(0 if first else len(self.waiting), one)
+            self._bind()
+
+    @precondition(lambda self: self.bound)
+    @rule(data=st.data(), seconds=st.floats(0, 10), finished=st.booleans())
+    def answer(self, data: st.DataObject, seconds: float, finished: bool) -> None:
+        one = self.bound.pop(data.draw(st.integers(0, len(self.bound) - 1)))
+        self.now += seconds
+        lengths = data.draw(st.lists(st.integers(0, 50), min_size=one.size, max_size=one.size))
+        self.scheduler.release(one, self.now, lengths if finished else ())
+        self._bind()
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        one = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
+        self.scheduler.withdraw(one)
+        self._bind()
+
+    @rule(data=st.data(), serves=st.booleans())
+    def come_or_go(self, data: st.DataObject, serves: bool) -> None:
+        count = len(self.scheduler.engines)
+        self.scheduler.let_serve(data.draw(st.integers(0, count - 1)), serves)
+        self._bind()
+
+    @rule(data=st.data(), version=st.integers(0, 2), slots=st.integers(1, 8))
+    def load_weights_and_tell_slots(self, data: st.DataObject, version: int, slots: int) -> None:
+        index = data.draw(st.integers(0, len(self.scheduler.engines) - 1))
+        self.scheduler.loaded(index, version)
+        self.scheduler.set_slots(index, slots)
+        self._bind()
+
+    @precondition(lambda self: len(self.scheduler.engines) < 6)
+    @rule()
+    def add(self) -> None:
+        self.scheduler.let_serve(self.scheduler.add(), True)
+        self._bind()
+
+    @rule(held=st.booleans())
+    def hold(self, held: bool) -> None:
+        self.scheduler.hold(held)
+        self._bind()
+
+    @invariant()
+    def counts_are_right(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        scheduler = self.scheduler
+        assert scheduler.waiting == sum(one.size for one in self.waiting)
+        assert scheduler.running == sum(one.size for one in self.bound)
+        assert scheduler.queued() == self.waiting
+        for index, member in enumerate(scheduler.engines):
+            here = [one for one in self.bound if one.engine == index]
+            assert member.requests == sum(one.size for one in here)
+            assert member.tokens == sum(one.tokens for one in here)
+
+    @invariant()
+    def what_waits_has_something_to_wait_for(self) -> None:
+        """Queued work waits for an engine that may take it and runs something, or for one that joins."""
+        if hasattr(self, "scheduler") and self.waiting and not self.scheduler.held:
+            serving = [self.scheduler.engines[i] for i in self.scheduler.serving]
+            able = [one for one in serving if one.version >= self.waiting[0].least_version]
+            assert not able or any(member.requests for member in able)
+
+
+class TestScheduler(SchedulerMachine.TestCase):
+    settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+class TestSchedulerForLong(SchedulerMachine.TestCase):
+    settings = settings(max_examples=1500, stateful_step_count=40, deadline=None)
