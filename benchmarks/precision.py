@@ -179,7 +179,7 @@ def run_one(task: str, model: Path, run: dict[str, Any], words: list[str]) -> No
         overrides += [
             f"model.dtype={dtype}",
             "engine.max_slots=1024",
-            "engine.max_tokens_in_flight=200000",
+            "engine.options.max_tokens_in_flight=200000",
             "engine.options.kv_memory_share=0.3",
             "train.micro_batch_tokens=8192",
         ]

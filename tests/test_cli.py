@@ -152,7 +152,15 @@ def test_greedy_evaluation_with_several_samples_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command in ("eval", "train"):
-        assert run(monkeypatch, command, "eval.num_generations=4", "eval.temperature=0") == 2
+        assert (
+            run(
+                monkeypatch,
+                command,
+                "eval.sampling.num_generations=4",
+                "eval.sampling.temperature=0",
+            )
+            == 2
+        )
         error = capsys.readouterr().err
         assert "eval.tasks.heldout: num_generations got 4 with temperature 0" in error
 

@@ -232,9 +232,9 @@ def evaluate(
 
     rewards, objects = name_rewards(reward)
     named: dict[str, Any] = {
-        "eval.num_generations": num_generations,
-        "eval.temperature": temperature,
-        "eval.max_tokens": max_tokens,
+        "eval.sampling.num_generations": num_generations,
+        "eval.sampling.temperature": temperature,
+        "eval.sampling.max_tokens": max_tokens,
     }
     if data is None and reward is not None:
         objects = _objects_again(_folder(model).config(), reward)

@@ -97,8 +97,10 @@ def test_figures_go_to_trackers_by_the_names_that_were_given(
         monkeypatch.setenv(name, str(tmp_path / "elsewhere"))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    track = producer.config.track.model_copy(update={"trackers": ["wandb"], "project": "sums"})
-    run = producer.config.run.model_copy(update={"name": "first", "group": "pair"})
+    track = producer.config.track.model_copy(
+        update={"trackers": ["wandb"], "wandb": {"project": "sums", "group": "pair"}}
+    )
+    run = producer.config.run.model_copy(update={"name": "first"})
     config = producer.config.model_copy(update={"track": track, "run": run})
     log = ProducerLog(config, tmp_path, rollout_file=None, profile=False)
     groups = [producer._new_group(producer._dataset[0])]

@@ -39,7 +39,7 @@ def test_nothing_changed_is_no_change() -> None:
         "tasks.train.weight=3",
         "tasks.train.sampling.temperature=0.8",
         "tasks.train.rewards=[{type='boxed'}]",
-        "run.tags=['a']",
+        "track.wandb.tags=['a']",
     ],
 )
 def test_what_the_update_does_not_see_changes_at_once(override: str) -> None:

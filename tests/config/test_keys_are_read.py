@@ -19,8 +19,7 @@ READ_BY_NAME = {  # sections whose fields are copied by name into another record
     "algorithm": "training/algo/method.py lays the fields over the method's AlgorithmSettings",
 }
 READ_BY_THE_TREE = {  # keys that the config itself turns into what the code reads
-    "eval.temperature": "Config.eval_sampling makes a SamplingConfig of it",
-    "eval.top_p": "Config.eval_sampling makes a SamplingConfig of it",
+    "eval.sampling": "Config.eval_sampling makes a SamplingConfig of it",
     "launch.producer_kinds.count": "LaunchConfig.kind_of finds the kind of an engine by it",
     "launch.producer_kinds.engine": "Config.of_engine lays it over [engine]",
     "launch.producer_kinds.ray_options": "LaunchConfig.engine_ray_options lays it over those of all",

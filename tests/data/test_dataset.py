@@ -193,13 +193,6 @@ def test_long_prompts_are_skipped_and_counted_never_cut(tmp_path: Path, chat: Ch
     assert chat.decode(dataset[1].token_ids) == "<user>1111<assistant>"
 
 
-def test_long_prompts_are_refused_on_request(tmp_path: Path, chat: ChatTemplate) -> None:
-    lines = [{"prompt": "1" * length, "answer": "2"} for length in (3, 30, 4, 31)]
-    task = TaskConfig(data=write(tmp_path, *lines), max_prompt_tokens=10, long_prompts="refuse")
-    with pytest.raises(UserError, match=r"line 2: got a prompt of 32 tokens.*= 10 \(2 of 4"):
-        load_dataset("train", task, chat)
-
-
 def test_nothing_left_after_skipping_is_refused(tmp_path: Path, chat: ChatTemplate) -> None:
     task = TaskConfig(data=write(tmp_path, {"prompt": "1+1", "answer": "2"}), max_prompt_tokens=2)
     with pytest.raises(UserError, match=r"\(1 of 1 prompts are longer\)"):
@@ -284,8 +277,9 @@ def test_a_text_of_20_mb_is_left_out_without_being_tokenised(
     monkeypatch.setattr(chat, "encode_many", watched)
     assert load_dataset("train", TaskConfig(data=data), chat).num_skipped_long == 1
     assert longest == [3]
+    alone = write(tmp_path, lines[0])
     with pytest.raises(UserError, match=r"line 1: got a prompt of 20000000 characters, allowed"):
-        load_dataset("train", TaskConfig(data=data, long_prompts="refuse"), chat)
+        load_dataset("train", TaskConfig(data=alone), chat)
 
 
 def test_the_check_before_a_run_looks_at_training_and_evaluation(tmp_path: Path) -> None:

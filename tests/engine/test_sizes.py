@@ -76,7 +76,7 @@ def test_memory_bounds_slots_and_kv_cache(load: Load, share: float, usable: int)
 
 def test_a_token_budget_that_does_not_fit_is_refused() -> None:
     with pytest.raises(
-        UserError, match=r"engine.max_tokens_in_flight: got 9000000, allowed: about"
+        UserError, match=r"engine.options.max_tokens_in_flight: got 9000000, allowed: about"
     ):
         choose_sizes(
             Load(),

@@ -158,7 +158,7 @@ every_minutes = 10
 _EVALUATION = """
 [eval]
 every_steps = 10
-temperature = 1.0             # as the policy samples; 0 is greedy
+sampling = {{ temperature = 1.0 }}  # as the policy samples; 0 is greedy
 
 [eval.tasks.test]
 data = {test}                 # problems that are not trained on

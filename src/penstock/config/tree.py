@@ -22,10 +22,6 @@ class RunConfig(Section):
     """Name of the run folder; empty: made from the tasks, the algorithm and the time."""
     allow_network_disk: bool = False
     """Allow a run folder on a network file system; safe only if one machine opens the run."""
-    group: str = ""
-    """Group of runs that this one belongs to, for W&B."""
-    tags: list[str] = []
-    """Tags of the run, for W&B."""
 
 
 class LoraConfig(Section):
@@ -79,9 +75,7 @@ class TaskDataConfig(Section):
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, such as enable_thinking; an evaluation task inherits them like its system_prompt."""
     max_prompt_tokens: int = Field(2048, ge=1)
-    """Longest prompt in tokens."""
-    long_prompts: Literal["skip", "refuse"] = "skip"
-    """Longer prompts: skip leaves them out and counts them, refuse stops before the run starts."""
+    """Longest prompt in tokens; longer ones are left out and counted."""
     sampling: dict[str, Any] = {}
     """Fields of [sampling] that differ for this task."""
     agent: str = "single_turn"
@@ -104,8 +98,6 @@ class EngineConfig(Section):
     """transformers | vllm | openai | `module:Class`."""
     max_slots: int = Field(0, ge=0)
     """Most requests that one engine decodes together; 0: 64 on a CPU, chosen from memory and load on a GPU."""
-    max_tokens_in_flight: int = Field(0, ge=0)
-    """Most prompt and response tokens that the transformers engine holds at once; 0: as many as fit."""
     threads: int = Field(1, ge=1)
     """CPU threads of an engine process; with 1 a rollout has the same bits in any batch."""
     update: Literal["together", "rolling"] = "together"
@@ -265,7 +257,7 @@ class EvalTaskConfig(TaskDataConfig):
     system_prompt: str = ""
     """System message for prompts that have none; not given: that of the training tasks, if they agree."""
     sampling: dict[str, Any] = {}
-    """Fields of [sampling] for this task; they win over those of [eval]."""
+    """Fields of [sampling] for this task; they win over those of [eval.sampling]."""
 
 
 class EvalConfig(Section):
@@ -277,14 +269,9 @@ class EvalConfig(Section):
     """Evaluate the policy before the first update."""
     blocking: bool = False
     """Training waits for each evaluation; false: an evaluation runs beside training."""
-    num_generations: int = Field(1, ge=1)
-    """Responses per problem; more than 1 gives pass@k."""
-    temperature: float = Field(0.0, ge=0)
-    """Sampling temperature of evaluations; 0 is greedy."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """top_p of evaluations, as in [sampling]."""
-    max_tokens: int | None = Field(None, ge=1)
-    """Most tokens of a response; None: as in [sampling]."""
+    sampling: dict[str, Any] = {}
+    """Fields of [sampling] for all evaluation tasks; not given: num_generations 1 (more give pass@k), temperature 0
+    (greedy), max_tokens and stop of [sampling]."""
     max_problems: int = Field(0, ge=0)
     """Evaluate only this many problems of each task, the same random ones for every seed; 0: all."""
 
@@ -308,8 +295,8 @@ class TrackConfig(Section):
     """console | tensorboard | wandb | `module:Class`; metrics.jsonl is always written."""
     rollouts_every_steps: int = Field(20, ge=0)
     """Updates between samples written to rollouts.jsonl; 0: never."""
-    project: str = "penstock"
-    """Project name for W&B."""
+    wandb: dict[str, Any] = {}
+    """Arguments of wandb.init: project (not given: WANDB_PROJECT, or penstock), group, tags, entity, ..."""
 
 
 class WatchdogConfig(Section):
@@ -350,21 +337,22 @@ class Config(Section):
         return _overlay(self.produce, self.tasks[task].produce, f"tasks.{task}.produce")
 
     def eval_sampling(self, task: str) -> SamplingConfig:
-        """Return the sampling of an evaluation task: [eval] with the task's own fields laid over it."""
-        settings = self.eval
-        if "anneal" in settings.tasks[task].sampling:
-            raise ValueError(
-                f"eval.tasks.{task}: got sampling.anneal, allowed: sampling.temperature; "
-                "an evaluation has no steps to anneal over"
-            )
-        base = SamplingConfig(
-            num_generations=settings.num_generations,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            max_tokens=settings.max_tokens or self.sampling.max_tokens,
+        """The sampling of an evaluation task: [eval.sampling] with the task's own fields laid over it."""
+        sampling = SamplingConfig(
+            num_generations=1,
+            temperature=0.0,
+            max_tokens=self.sampling.max_tokens,
             stop=self.sampling.stop,
         )
-        return _overlay(base, settings.tasks[task].sampling, f"eval.tasks.{task}.sampling")
+        layers = {"eval": self.eval.sampling, f"eval.tasks.{task}": self.eval.tasks[task].sampling}
+        for place, fields in layers.items():
+            if "anneal" in fields:
+                raise ValueError(
+                    f"{place}: got sampling.anneal, allowed: sampling.temperature; "
+                    "an evaluation has no steps to anneal over"
+                )
+            sampling = _overlay(sampling, fields, f"{place}.sampling")
+        return sampling
 
     def of_engine(self, number: int) -> Config:
         """The config of one engine: [engine] with the fields of its kind laid over it, and its server."""

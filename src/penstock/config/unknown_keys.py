@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 _RAY_NAMES = "by Ray's own names: num_cpus, num_gpus, accelerator_type, label_selector, resources"
+_LONG_PROMPTS = "leave it out: prompts above max_prompt_tokens are left out and counted"
 # Keys that were removed (`*` stands for any text), and what to do instead.
 REMOVED = {
     "*produce.failure_window": "leave it out: max_failure_share is taken over the last 32 attempts",
@@ -20,6 +21,16 @@ REMOVED = {
     "launch.consumers": f"write launch.ray_options.consumers, {_RAY_NAMES}",
     "launch.agents": f"write launch.ray_options.agents, {_RAY_NAMES}",
     "launch.producer_kinds.place": f"write ray_options in its place, {_RAY_NAMES}",
+    "tasks.*.long_prompts": _LONG_PROMPTS,
+    "eval.tasks.*.long_prompts": _LONG_PROMPTS,
+    "engine.max_tokens_in_flight": "write engine.options.max_tokens_in_flight, of the transformers engine",
+    "eval.num_generations": "write eval.sampling.num_generations",
+    "eval.temperature": "write eval.sampling.temperature",
+    "eval.top_p": "write eval.sampling.top_p",
+    "eval.max_tokens": "write eval.sampling.max_tokens",
+    "run.group": "write track.wandb.group",
+    "run.tags": "write track.wandb.tags",
+    "track.project": "write track.wandb.project",
     "track.rollouts_per_log": "leave it out: 4 groups are written each time; `penstock rollouts` shows all",
 }
 # Words of TRL's and verl's settings, and the key that means the same here.
@@ -109,7 +120,7 @@ FOREIGN = {
     "save_total_limit": "checkpoint.keep",
     "report_to": "track.trackers",
     "logger": "track.trackers",
-    "project_name": "track.project",
+    "project_name": "track.wandb",
     "output_dir": "run.dir",
     "run_name": "run.name",
     "experiment_name": "run.name",

@@ -201,17 +201,14 @@ def _check_lengths(
     examples: Sequence[Example],
     token_ids: Sequence[np.ndarray | None],
 ) -> list[bool]:
-    """Return which prompts fit; raise a UserError if none does or if long prompts are refused."""
+    """Return which prompts fit; raise a UserError if none does."""
     fits = [ids is not None and len(ids) <= task.max_prompt_tokens for ids in token_ids]
     num_long = fits.count(False)
-    if num_long and (task.long_prompts == "refuse" or num_long == len(fits)):
-        first = fits.index(False)
-        ids = token_ids[first]
-        size = (
-            f"{examples[first].num_characters} characters" if ids is None else f"{len(ids)} tokens"
-        )
+    if num_long and num_long == len(fits):
+        ids = token_ids[0]
+        size = f"{examples[0].num_characters} characters" if ids is None else f"{len(ids)} tokens"
         raise UserError(
-            f"{records.place(examples[first].line)}: got a prompt of {size}, "
+            f"{records.place(examples[0].line)}: got a prompt of {size}, "
             f"allowed: max_prompt_tokens = {task.max_prompt_tokens} "
             f"({num_long} of {len(fits)} prompts are longer)"
         )

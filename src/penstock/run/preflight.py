@@ -90,7 +90,7 @@ def _check_eval_tasks(config: Config) -> None:
         if sampling.num_generations > 1 and sampling.temperature == 0:
             raise UserError(
                 f"eval.tasks.{name}: num_generations got {sampling.num_generations} with temperature 0 "
-                "(greedy: all samples of a problem are equal), allowed: 1, or eval.temperature above 0"
+                "(greedy: all samples of a problem are equal), allowed: 1, or a temperature above 0"
             )
 
 

@@ -439,6 +439,10 @@ def check_key(key: str) -> None:
             parts = parts[named + 1 :]
     if parts[:2] == ["launch", "ray_options"]:
         parts[2:3] = ["NAME"] if len(parts) > 3 else []
+    if parts[:2] == ["eval", "sampling"]:
+        parts = parts[1:]
+    if parts[:2] == ["track", "wandb"]:  # arguments of wandb.init
+        parts = parts[:2]
     if "options" in parts[:-1]:
         at = parts.index("options")
         known = engine_options() if parts[0] == "engine" else reward_options(*REWARDS)

@@ -18,8 +18,8 @@ TASKS = [
     f"eval.tasks={{a={{data='{SUMS}'}}, b={{data='{SUMS}', sampling={{temperature=1.0, num_generations=2}}}}}}",
     "eval.every_steps=1",
     "eval.max_problems=6",
-    "eval.max_tokens=40",
-    "eval.temperature=0.0",
+    "eval.sampling.max_tokens=40",
+    "eval.sampling.temperature=0.0",
 ]
 
 

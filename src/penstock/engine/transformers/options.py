@@ -30,16 +30,25 @@ class TransformersOptions:
     trust_remote_code: bool = False
     max_slots: int = CPU_SLOTS  # 0: chosen from the GPU's memory and `load`
     load: Load = field(default_factory=Load)
-    max_tokens_in_flight: int = 0  # 0: as many as slots and memory can hold
     threads: int = 1
     # [engine.options]
+    max_tokens_in_flight: int = (
+        0  # of prompts and responses; 0: as many as slots and memory can hold
+    )
     prefill_rows: int = 0  # most prompt tokens to prefill in one step; 0: chosen by the device
     fuse: bool = True  # one matrix product for q, k, v and one for gate, up
     pack: bool = True  # on a CPU: keep a second copy of the weights in its library's layout
     cuda_graphs: bool = True
     kv_memory_share: float = 0.6  # share of the free device memory for the KV cache
 
-    OPTION_NAMES = ("prefill_rows", "fuse", "pack", "cuda_graphs", "kv_memory_share")
+    OPTION_NAMES = (
+        "max_tokens_in_flight",
+        "prefill_rows",
+        "fuse",
+        "pack",
+        "cuda_graphs",
+        "kv_memory_share",
+    )
 
     @property
     def prefill_limit(self) -> int:
@@ -60,7 +69,6 @@ class TransformersOptions:
             trust_remote_code=config.model.trust_remote_code,
             max_slots=config.engine.max_slots or (0 if device.type == "cuda" else CPU_SLOTS),
             load=Load.of(config, index, torch.cuda.device_count()),
-            max_tokens_in_flight=config.engine.max_tokens_in_flight,
             threads=config.engine.threads,
             **check_options(cls, cls.OPTION_NAMES, config.engine.options),
         )

@@ -111,7 +111,7 @@ def choose_sizes(
     room = int(free * kv_memory_share) // bytes_per_token
     if asked > room:
         raise UserError(
-            f"engine.max_tokens_in_flight: got {max_tokens_in_flight}, "
+            f"engine.options.max_tokens_in_flight: got {max_tokens_in_flight}, "
             f"allowed: about {room} with the free device memory"
         )
     return Sizes(slots=slots, tokens=min(asked, ceiling))

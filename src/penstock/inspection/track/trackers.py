@@ -6,6 +6,7 @@ when the config names the tracker.
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -140,16 +141,21 @@ class WandbTracker:
         id_file = info.folder / "wandb-id"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:12])
-        self._run = wandb.init(
-            project=info.config.track.project,
-            name=info.name,
-            group=info.config.run.group or None,
-            tags=info.config.run.tags,
-            id=id_file.read_text(),
-            resume="allow",
-            dir=str(info.folder),
-            config=info.config.model_dump(),
-        )
+        arguments = {
+            "project": os.environ.get("WANDB_PROJECT", "penstock"),
+            "name": info.name,
+            **info.config.track.wandb,
+            "id": id_file.read_text(),
+            "resume": "allow",
+            "dir": str(info.folder),
+            "config": info.config.model_dump(),
+        }
+        try:
+            self._run = wandb.init(**arguments)
+        except TypeError as error:
+            raise UserError(
+                f"track.wandb: got {info.config.track.wandb}, allowed: arguments of wandb.init ({error})"
+            ) from None
         # An evaluation may end after the next step; W&B's own step only goes up.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
