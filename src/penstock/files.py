@@ -18,6 +18,7 @@ import sys
 import tempfile
 import unicodedata
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,6 +33,21 @@ _OCTAL = re.compile(r"\\([0-7]{3})")  # how the table writes a space in a path
 _NETWORK = """nfs nfs4 cifs smb smb3 smbfs 9p afs ncpfs coda davfs lustre gpfs beegfs beegfs_nodev ceph
     glusterfs orangefs pvfs2 panfs wekafs ocfs2 gfs2 sshfs s3fs gcsfuse goofys rclone juicefs blobfuse
     blobfuse2 mfs moosefs quobyte"""
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path, *, mode: int = 0o777) -> Iterator[Path]:
+    """Yield a draft beside `target` that takes its name at the end, synced; an error leaves nothing behind."""
+    draft = target.with_name(f".{target.name}.draft-{os.getpid()}")
+    try:
+        draft.mkdir(mode, parents=True)
+        yield draft
+        for path in (*draft.rglob("*"), draft):
+            sync(path)
+        draft.rename(target)  # an empty folder of that name is replaced
+        sync(target.parent)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def write_whole(path: Path, text: str) -> None:

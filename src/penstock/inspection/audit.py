@@ -96,41 +96,40 @@ class Audit:
 
 def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | None = None) -> int:
     """Audit a run and print the result; return 0 if every law holds, else 1."""
-    found = take_audit(folder)
+    result = take_audit(folder)
     console = console or files.console()
     if as_json:
-        console.print_json(json.dumps(found.as_json()), ensure_ascii=True)
+        console.print_json(json.dumps(result.as_json()), ensure_ascii=True)
     else:
-        _print(found, console)
-    return 0 if found.balanced else 1
+        _print(result, console)
+    return 0 if result.balanced else 1
 
 
 def take_audit(folder: RunFolder) -> Audit:
     """Audit a run; return what was found."""
     origin = folder.origin()
     eras = [_era_bounds(era) for era in folder.eras()]
-    told = max(
-        read_metrics(folder.metrics), default=0
-    )  # read before the journal: the run may be under way
+    # read before the journal: the run may be under way
+    last_logged = max(read_metrics(folder.metrics), default=0)
     journal = Journal.open(folder.journal, readonly=True)
     try:
         journal.check_file()
-        found = audit_journal(journal, eras, recorded=origin is not None)
+        result = audit_journal(journal, eras, recorded=origin is not None)
     finally:
         journal.close()
-    if told > found.committed_steps:
-        found.faults.append(
-            f"the journal ends at step {found.committed_steps}, but {folder.metrics.name} has "
-            f"step {told}: its end was lost"
+    if last_logged > result.committed_steps:
+        result.faults.append(
+            f"the journal ends at step {result.committed_steps}, but {folder.metrics.name} has "
+            f"step {last_logged}: its end was lost"
         )
     if origin is not None:
-        found.warnings.append(
+        result.warnings.append(
             f"this run is a fork: its rollouts and weight versions are those of {origin.run}"
         )
     for name, value in folder.record().items():
         if name.startswith("accepted after step"):
-            found.warnings.append(f"{name}: {value}")
-    return found
+            result.warnings.append(f"{name}: {value}")
+    return result
 
 
 def _era_bounds(era: Era) -> EraBounds:
@@ -149,7 +148,7 @@ def _era_bounds(era: Era) -> EraBounds:
 
 
 def _longest_wait(produce: ProduceConfig, threshold: int) -> int:
-    """Return in how many steps of its task a group lands or is issued again.
+    """In how many steps of its task a group lands or is issued again.
 
     Steps wait for a group in flight before it is too old. With oversampling they leave it behind; an
     expired group may wait for its tail batch.
@@ -204,10 +203,10 @@ def _account(
 
 
 def _damage(journal: Journal) -> list[str]:
-    found = journal.damaged()
-    faults = [f"{what}: the record is not what was written" for what in found[:_MOST_NAMED]]
-    if len(found) > _MOST_NAMED:
-        faults.append(f"{len(found) - _MOST_NAMED} further records are not what was written")
+    damaged = journal.damaged()
+    faults = [f"{what}: the record is not what was written" for what in damaged[:_MOST_NAMED]]
+    if len(damaged) > _MOST_NAMED:
+        faults.append(f"{len(damaged) - _MOST_NAMED} further records are not what was written")
     return faults
 
 
@@ -292,10 +291,10 @@ def _bias(name: str, task: TaskAudit) -> list[str]:
     ]
 
 
-def _print(found: Audit, console: Console) -> None:
+def _print(result: Audit, console: Console) -> None:
     counts = Table("task", "drawn", "trained", "buffered", "in flight", "dropped", "balance")
     means = Table("task", "tokens drawn", "tokens trained", "reward drawn", "reward trained")
-    for name, task in found.tasks.items():
+    for name, task in result.tasks.items():
         drops = ", ".join(f"{reason} {number}" for reason, number in sorted(task.dropped.items()))
         numbers = (task.drawn, task.trained, task.buffered, task.in_flight)
         counts.add_row(name, *map(str, numbers), drops or "0", "yes" if task.balanced else "NO")
@@ -304,14 +303,14 @@ def _print(found: Audit, console: Console) -> None:
     console.print(counts)
     console.print(means)
     console.print(
-        f"{found.committed_steps} steps committed; largest staleness trained: "
-        f"{found.max_staleness_trained}, allowed: {found.max_staleness_allowed}",
+        f"{result.committed_steps} steps committed; largest staleness trained: "
+        f"{result.max_staleness_trained}, allowed: {result.max_staleness_allowed}",
         highlight=False,
     )
-    for line in found.proved:
+    for line in result.proved:
         console.print(line, highlight=False, soft_wrap=True)
-    for line in found.warnings:
+    for line in result.warnings:
         console.print(f"warning: {line}", highlight=False, soft_wrap=True)
-    for line in found.faults:
+    for line in result.faults:
         console.print(f"FAULT: {line}", highlight=False, soft_wrap=True)
-    console.print("balanced" if found.balanced else "NOT balanced", highlight=False)
+    console.print("balanced" if result.balanced else "NOT balanced", highlight=False)

@@ -7,14 +7,13 @@ copied before the journal, so the journal is never behind. The copy is complete 
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from contextlib import closing
 from pathlib import Path
 
 from penstock.errors import RunError, UserError
-from penstock.files import sync
+from penstock.files import whole_folder
 from penstock.store.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from penstock.store.journal import Journal
 from penstock.store.run_folder import CONFIG, METRICS, ORIGIN, RunFolder
@@ -31,18 +30,11 @@ def back_up(folder: RunFolder, target: Path | None = None) -> str:
     )
     if target.exists():
         raise UserError(f"backup: got {target}, which exists already, allowed: a new folder")
-    draft = target.with_name(f".{target.name}.draft-{os.getpid()}")
     try:
-        draft.mkdir(mode=0o700, parents=True)
-        step, checkpoint = _copy(folder, RunFolder(draft))
-        for path in (*draft.rglob("*"), draft):
-            sync(path)
-        draft.rename(target)
-        sync(target.parent)
+        with whole_folder(target, mode=0o700) as draft:
+            step, checkpoint = _copy(folder, RunFolder(draft))
     except OSError as error:
         raise RunError(f"backup: {target} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     state = "no checkpoint" if checkpoint is None else f"the checkpoint of step {checkpoint.step}"
     return f"{target}: {step} steps, {state}; continue it with: penstock resume {target}"
 

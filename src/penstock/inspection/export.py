@@ -17,7 +17,7 @@ from penstock import __version__
 from penstock.config import Config
 from penstock.data.source import HUB
 from penstock.errors import PenstockError, RunError, UserError
-from penstock.files import visible
+from penstock.files import visible, whole_folder
 from penstock.inspection.audit import take_audit
 from penstock.inspection.record import RunRecord, read_run, take_figures
 from penstock.inspection.track.console import draw_curves
@@ -39,21 +39,15 @@ def export_run(folder: RunFolder, to: Path, *, adapter: bool = False) -> Path:
         raise UserError(
             f"run {folder.path}: got no valid checkpoint, allowed: a run that wrote one"
         )
-    draft = to.with_name(f".{to.name}.draft-{os.getpid()}")
+    record = read_run(folder)
     try:
-        draft.mkdir(parents=True)
-        _copy_model(folder, checkpoint, draft, adapter=adapter)
-        record = read_run(folder)
-        (draft / CURVES).write_text(_curves(record), encoding="utf-8")
-        card = model_card(folder, record, checkpoint, adapter=adapter)
-        (draft / CARD).write_text(card, encoding="utf-8")
-        if to.exists():
-            to.rmdir()
-        draft.rename(to)
+        with whole_folder(to) as draft:
+            _copy_model(folder, checkpoint, draft, adapter=adapter)
+            (draft / CURVES).write_text(_curves(record), encoding="utf-8")
+            card = model_card(folder, record, checkpoint, adapter=adapter)
+            (draft / CARD).write_text(card, encoding="utf-8")
     except OSError as error:
         raise RunError(f"export: {to} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return to
 
 
@@ -97,7 +91,7 @@ def push_to_hub(folder: Path, name: str, *, public: bool = False) -> str:
 def model_card(
     folder: RunFolder, record: RunRecord, checkpoint: Checkpoint, *, adapter: bool
 ) -> str:
-    """Return the card: what was trained, from what, with which settings, and how far it can be trusted."""
+    """The card: what was trained, from what, with which settings, and how far it can be trusted."""
     config = folder.config()
     base = _cell(_public(config.model.path))
     what = "adapters" if adapter else "model"
@@ -115,7 +109,7 @@ def model_card(
 
 
 def _public(path: str) -> str:
-    """Return a name that says nothing of this machine: of a path only its last part."""
+    """A name that says nothing of this machine: of a path only its last part."""
     return path.removeprefix(HUB) if not os.path.isabs(path) else Path(path).name
 
 
@@ -137,14 +131,14 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return text of a run as text: no markup, no control codes, one line."""
+    """Text of a run as text: no markup, no control codes, one line."""
     return " ".join(html.escape(visible(text), quote=False).replace("|", "/").split())
 
 
 def _results(record: RunRecord) -> str:
     figures, rows = take_figures(record), list[list[str]]()
-    for task, found in record.evaluations.items():
-        last = found[-1]
+    for task, evaluations in record.evaluations.items():
+        last = evaluations[-1]
         interval = "" if last["low"] is None else f" ({last['low']:.3f} to {last['high']:.3f})"
         change = figures.held_out[task]
         measure = figures.measures[task]

@@ -19,6 +19,7 @@ from penstock.config.source import to_toml
 from penstock.errors import PenstockError, RunError
 from penstock.inspection.findings import find
 from penstock.inspection.findings.observed import read_observed
+from penstock.inspection.track.console import task_figures
 from penstock.inspection.track.logs import read_rows
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
@@ -128,16 +129,16 @@ def _read_metrics(folder: RunFolder, record: RunRecord) -> None:
 
 
 def _accounts(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return what each task produced over the run: counts summed, times and means by `_OVER_STEPS`."""
-    found: dict[str, dict[str, list[float]]] = {}
+    """What each task produced over the run: counts summed, times and means by `_OVER_STEPS`."""
+    values: dict[str, dict[str, list[float]]] = {}
     for row in rows:
-        for key, given in row.items():
-            words, value = key.split("/", 2), _number(given)
-            if len(words) == 3 and words[0] == "tasks" and value is not None:
-                found.setdefault(words[1], {}).setdefault(words[2], []).append(value)
+        for task, figures in task_figures(row).items():
+            for name, value in figures.items():
+                if (number := _number(value)) is not None:
+                    values.setdefault(task, {}).setdefault(name, []).append(number)
     return {
-        task: {name: _over_steps(name)(values) for name, values in figures.items()}
-        for task, figures in found.items()
+        task: {name: _over_steps(name)(numbers) for name, numbers in by_name.items()}
+        for task, by_name in values.items()
     }
 
 
@@ -149,15 +150,14 @@ def _over_steps(name: str) -> Callable[[list[float]], float]:
 
 def _read_evaluations(folder: RunFolder, record: RunRecord) -> None:
     path = folder.evaluations / "summary.jsonl"
-    found: dict[
-        tuple[str, int], dict[str, Any]
-    ] = {}  # a resumed run may repeat one: the last counts
+    # a resumed run may repeat an evaluation: the last counts
+    by_step: dict[tuple[str, int], dict[str, Any]] = {}
     for row in _read_lines(path, record, "no evaluation was done"):
         scores = {name: _number(row.get(name)) for name in ("accuracy", "low", "high", "reward")}
         known = scores["accuracy"] is not None or scores["reward"] is not None
         if isinstance(row.get("task"), str) and isinstance(row.get("step"), int) and known:
-            found[row["task"], row["step"]] = {"step": row["step"], **scores}
-    for (task, _), row in sorted(found.items()):
+            by_step[row["task"], row["step"]] = {"step": row["step"], **scores}
+    for (task, _), row in sorted(by_step.items()):
         record.evaluations.setdefault(task, []).append(row)
 
 
@@ -220,7 +220,7 @@ def _read_lines(path: Path, record: RunRecord, absence: str) -> list[dict[str, A
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number at the precision of a plot, else None."""
+    """A finite number at the precision of a plot, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(f"{value:.7g}")

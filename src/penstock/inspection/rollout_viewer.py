@@ -69,7 +69,7 @@ class RolloutView:
 
     @property
     def fate(self) -> str:
-        """Return the outcome of the rollout as a phrase."""
+        """The outcome of the rollout as a phrase."""
         if self.state == "trained":
             return f"trained in step {self.step}, staleness {self.staleness}"
         if self.state == "evaluated":
@@ -84,11 +84,11 @@ class RolloutView:
 
     @property
     def version_text(self) -> str:
-        """Return the versions of the tokens as runs: "v3 x12, v4 x7"."""
+        """The versions of the tokens as runs: "v3 x12, v4 x7"."""
         return ", ".join(f"v{version} x{length}" for version, length in self.versions) or "none"
 
     def plain(self) -> dict[str, Any]:
-        """Return the fields as JSON values; a number that is not finite becomes None."""
+        """The fields as JSON values; a number that is not finite becomes None."""
         return _finite(asdict(self))
 
 
@@ -101,7 +101,7 @@ def find_rollouts(
     limit: int = DEFAULT_LIMIT,
     render: Render | None = None,
 ) -> list[RolloutView]:
-    """Return the rollouts that match, trained ones first, in the order of training."""
+    """The rollouts that match, trained ones first, in the order of training."""
     if limit < 1:
         raise UserError(f"limit: got {limit}, allowed: at least 1")
     conditions = [
@@ -137,7 +137,7 @@ def find_rollouts(
 def views_of_group(
     journal: Journal, group_id: str, render: Render | None = None
 ) -> list[RolloutView]:
-    """Return every rollout of a group; raise a RunError that names a payload that cannot be decoded."""
+    """Every rollout of a group; raise a RunError that names a payload that cannot be decoded."""
     row = journal.query(
         "SELECT state, step, staleness, drop_reason FROM groups WHERE group_id = ?", (group_id,)
     )[0]
@@ -167,7 +167,7 @@ def turns_of(
     earned: Sequence[tuple[int, float]] = (),
     unheard: Collection[int] = (),
 ) -> list[dict[str, Any]]:
-    """Return the messages of an agent's calls in turn.
+    """The messages of an agent's calls in turn.
 
     `parent` is the call that a message's call continues, `tools` are its tool calls, and `earned` is the
     reward that the rollout had before its call, from the rollout's `earned`. `unheard` calls are left out:
@@ -182,7 +182,7 @@ def turns_of(
             "parent": call.parent,
             "role": str(message.get("role", "")),
             "text": _said(message),
-            "tools": [_tool(one) for one in message.get("tool_calls") or ()],
+            "tools": [_tool(tool) for tool in message.get("tool_calls") or ()],
             "earned": before.get(call.number, 0.0),
         }
         for call in calls
@@ -192,17 +192,17 @@ def turns_of(
 
 
 def _said(message: Mapping[str, Any]) -> str:
-    """Return the text of a message, with its reasoning."""
+    """The text of a message, with its reasoning."""
     thought = message.get("reasoning_content")
     parts = [f"<think>{thought}</think>" if thought else "", message_text(dict(message))]
     return "\n".join(part for part in parts if part)
 
 
 def _tool(call: Mapping[str, Any]) -> dict[str, str]:
-    """Return a tool call as name and arguments; arguments that are no text become JSON."""
+    """A tool call as name and arguments; arguments that are no text become JSON."""
     function = call.get("function") or {}
-    given = function.get("arguments", "")
-    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    arguments = function.get("arguments", "")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"name": str(function.get("name")), "arguments": text}
 
 
@@ -268,7 +268,7 @@ def _view(
 def find_evaluated(
     folder: RunFolder, task: str, *, where: str | None, step: int | None, limit: int
 ) -> list[RolloutView]:
-    """Return the samples of an evaluation, `eval/NAME`, after that step or the newest one."""
+    """The samples of an evaluation, `eval/NAME`, after that step or the newest one."""
     if where is not None:
         raise UserError(
             f"where: got {where!r} with {task}, allowed: --step; it is not in the journal"
@@ -366,7 +366,7 @@ def show_rollouts(
 
 
 def _renderer(folder: RunFolder) -> Render | None:
-    """Return the decoder of the run's tokenizer; None if the tokenizer is not on this machine."""
+    """The decoder of the run's tokenizer; None if the tokenizer is not on this machine."""
     try:
         model = folder.config().model
         tokenizer = load_tokenizer(model.tokenizer or model.path)  # a look executes no code
@@ -390,7 +390,7 @@ def _finite(value: Any) -> Any:
 
 
 def message_text(message: dict[str, Any]) -> str:
-    """Return the text of one chat message; join content that comes in pieces."""
+    """The text of one chat message; join content that comes in pieces."""
     content = message.get("content", "")
     if isinstance(content, str):
         return content

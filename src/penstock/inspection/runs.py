@@ -39,7 +39,7 @@ class RunLine:
 
 
 def list_runs(folder: Path) -> list[RunLine]:
-    """Return the runs of a folder, the newest first."""
+    """The runs of a folder, the newest first."""
     if not folder.is_dir():
         raise UserError(f"runs: got {str(folder)!r}, allowed: a folder with runs in it")
     found = [
@@ -49,7 +49,7 @@ def list_runs(folder: Path) -> list[RunLine]:
 
 
 def read_line(folder: RunFolder) -> RunLine:
-    """Return the line of one run; what cannot be read is left out."""
+    """The line of one run; what cannot be read is left out."""
     changed = folder.path.stat().st_mtime
     if folder.metrics.exists():
         changed = max(changed, folder.metrics.stat().st_mtime)

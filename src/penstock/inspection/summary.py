@@ -57,7 +57,7 @@ def print_summary(
 
 
 def _time(figures: Figures, seconds: float, first_step: int) -> str:
-    """Return the steps and the time of the whole run; of a resumed run also those of this session."""
+    """The steps and the time of the whole run; of a resumed run also those of this session."""
     if not first_step or figures.seconds is None:
         return f"{figures.steps} in {duration(seconds)}"
     whole, own = duration(figures.seconds), duration(seconds)
@@ -172,7 +172,7 @@ def _change(change: FigureChange, plot: str) -> Text:
 
 
 def duration(seconds: float) -> str:
-    """Return a length of time as a person says it."""
+    """A length of time as a person says it."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -61,7 +61,7 @@ class Lane:
 
     @property
     def verdict(self) -> str:
-        """Return the idle share, or the share of time that a lane which mostly waits has waited."""
+        """The idle share, or the share of time that a lane which mostly waits has waited."""
         if self.waited_s > self.busy_s:
             return f"waits {self.waited_s / self.total_s:.1%}"
         return f"idle {self.idle_share:.1%}"
@@ -88,7 +88,7 @@ def lanes(events: list[Event]) -> list[Lane]:
     for event in events:
         if event.what != SESSION:
             by_lane[event.lane].append(event)
-    found = [
+    by_name = [
         Lane(
             name,
             _merge(call for call in calls if call.what not in _WAITING),
@@ -97,28 +97,28 @@ def lanes(events: list[Event]) -> list[Lane]:
         )
         for name, calls in by_lane.items()
     ]
-    return sorted(found, key=lambda lane: (_rank(lane.name), lane.name))
+    return sorted(by_name, key=lambda lane: (_rank(lane.name), lane.name))
 
 
 def sessions(events: list[Event]) -> list[Interval]:
-    """Return when each session of the run began and when its last call ended, in their order.
+    """When each session of the run began and when its last call ended, in their order.
 
     A call is written when it ends, so it belongs to the last session that was marked before its end.
     """
     marks = [event.start for event in events if event.what == SESSION]
     if events and (not marks or min(event.end for event in events) < marks[0]):
         marks.insert(0, events[0].start)  # written before there were marks
-    found = []
+    spans = []
     for number, mark in enumerate(marks):
         until = marks[number + 1] if number + 1 < len(marks) else float("inf")
-        own = [event for event in events if mark <= event.end < until]
-        start = min((event.start for event in own), default=mark)
-        found.append((min(start, mark), max((event.end for event in own), default=mark)))
-    return found
+        calls = [event for event in events if mark <= event.end < until]
+        start = min((event.start for event in calls), default=mark)
+        spans.append((min(start, mark), max((event.end for event in calls), default=mark)))
+    return spans
 
 
 def covered(events: Iterable[Event]) -> float:
-    """Return the seconds in which at least one event is open."""
+    """The seconds in which at least one event is open."""
     return sum(end - start for start, end in _merge(events))
 
 
@@ -139,7 +139,7 @@ def _merge(events: Iterable[Event]) -> list[Interval]:
 
 
 def chrome_trace(events: list[Event]) -> dict[str, object]:
-    """Return the events in the Trace Event Format; calls of a lane that overlap get a thread each."""
+    """The events in the Trace Event Format; calls of a lane that overlap get a thread each."""
     begin = events[0].start if events else 0.0
     rows: dict[tuple[str, int], int] = {}
     free_at: dict[str, list[float]] = defaultdict(list)
@@ -151,7 +151,7 @@ def chrome_trace(events: list[Event]) -> dict[str, object]:
         if start > end
     ]
     calls = [event for event in events if event.what != SESSION]
-    for event in sorted([*calls, *pauses], key=lambda one: (one.start, -one.end)):
+    for event in sorted([*calls, *pauses], key=lambda event: (event.start, -event.end)):
         ends = free_at[event.lane]
         depth = next((n for n, end in enumerate(ends) if end <= event.start), len(ends))
         ends[depth : depth + 1] = [event.end]
@@ -186,7 +186,7 @@ def write_trace(folder: RunFolder, out: Path | None = None) -> Path:
 
 
 def summary_lines(folder: RunFolder) -> list[str]:
-    """Return one line per lane: busy time and idle share."""
+    """One line per lane: busy time and idle share."""
     return [
         f"{lane.name:<20} busy {lane.busy_s:8.1f} s of {lane.total_s:.1f} s, {lane.verdict}"
         for lane in lanes(read_events(folder))

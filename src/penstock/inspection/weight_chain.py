@@ -12,7 +12,7 @@ from penstock.store.journal import Journal
 
 
 def chain_faults(journal: Journal, *, recorded: bool = False) -> list[str]:
-    """Return what breaks the chain. `recorded`: a fork, whose versions are those of its origin."""
+    """What breaks the chain. `recorded`: a fork, whose versions are those of its origin."""
     published, confirmed, redone = (
         _seen(journal, kind) for kind in ("published", "confirmed", "redone")
     )
@@ -38,15 +38,15 @@ def chain_faults(journal: Journal, *, recorded: bool = False) -> list[str]:
 
 
 def redone_versions(journal: Journal) -> list[str]:
-    """Return a line per version whose step was redone where bits do not repeat, with all its digests."""
+    """A line per version whose step was redone where bits do not repeat, with all its digests."""
     published, redone = _seen(journal, "published"), _seen(journal, "redone")
-    found = {
+    digests_of = {
         version: published.get(version, set()) | redone.get(version, set())
         for version in published.keys() | redone.keys()
     }
     return [
         f"weights {version}: redone after a crash, with other bits ({_words(digests)})"
-        for version, digests in sorted(found.items())
+        for version, digests in sorted(digests_of.items())
         if len(digests) > 1 or version in redone
     ]
 
@@ -69,16 +69,16 @@ def _step_faults(
 
 
 def _seen(journal: Journal, kind: str) -> dict[int, set[str]]:
-    found: dict[int, set[str]] = {}
+    by_version: dict[int, set[str]] = {}
     for version, digest in journal.query(
         "SELECT DISTINCT version, digest FROM weights WHERE kind = ?", (kind,)
     ):
-        found.setdefault(version, set()).add(digest)
-    return found
+        by_version.setdefault(version, set()).add(digest)
+    return by_version
 
 
 def _sampled_versions(journal: Journal) -> list[int]:
-    """Return every version that a token of a trained rollout was sampled from."""
+    """Every version that a token of a trained rollout was sampled from."""
     versions: set[int] = set()
     rows = journal.query(
         "SELECT DISTINCT oldest_version, newest_version FROM rollouts"

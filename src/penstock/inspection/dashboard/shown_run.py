@@ -13,12 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.errors import PenstockError
 from penstock.inspection.runs import RunLine, read_line
+from penstock.inspection.track.console import stretches
 from penstock.inspection.track.logs import TIMELINE_FILE
 from penstock.rollout.evaluation.evaluate import SUMMARY
 from penstock.store.run_folder import CONFIG, JOURNAL, METRICS, ORIGIN, RunFolder
@@ -35,7 +35,7 @@ _MORE_FILES = ("rollouts.jsonl", f"timeline/{TIMELINE_FILE}")
 @dataclass(slots=True)
 class _Value:
     version: str
-    found: Any
+    content: Any
     at: float  # when it was read
     cost: float  # CPU seconds
 
@@ -51,24 +51,24 @@ class ShownRun:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def value(self, name: str, read: Callable[[RunFolder], V]) -> tuple[V, float]:
-        """Return what `read` finds, and the seconds after which to ask again (0: it is of now)."""
+        """What `read` finds, and the seconds after which to ask again (0: it is of now)."""
         with self._lock:
             version, old = self.version(), self._values.get(name)
             if old is not None and old.version == version:
-                return old.found, 0.0
+                return old.content, 0.0
             if old is not None and (rest := old.at + _REST * old.cost - time.monotonic()) > 0:
-                return old.found, rest
+                return old.content, rest
             began = time.thread_time()
-            found = read(self.folder)
+            content = read(self.folder)
             cost = time.thread_time() - began
-            self._values[name] = _Value(version, found, time.monotonic(), cost)
-            return found, 0.0
+            self._values[name] = _Value(version, content, time.monotonic(), cost)
+            return content, 0.0
 
     def version(self) -> str:
-        """Return a text that changes with every step and every evaluation of the run."""
+        """A text that changes with every step and every evaluation of the run."""
         files = (self.folder.metrics, self.folder.evaluations / SUMMARY, self.folder.path / CONFIG)
-        found = [os.lstat(file) for file in files if os.path.lexists(file)]
-        parts = [f"{one.st_mtime_ns}.{one.st_size}" for one in found]
+        marks = [os.lstat(file) for file in files if os.path.lexists(file)]
+        parts = [f"{mark.st_mtime_ns}.{mark.st_size}" for mark in marks]
         return "-".join([*parts, self.folder.owner()])
 
     def renew(self) -> bool:
@@ -86,7 +86,9 @@ class ShownRun:
 
     def line_of(self, line: RunLine) -> dict[str, Any]:
         """A run's line as the page shows it, with a short curve."""
-        return {**asdict(line), "id": self.id, "rewards": _spread(line.rewards, _SPARKS)}
+        parts = [line.rewards[a:b] for a, b in stretches(len(line.rewards), _SPARKS)]
+        means = [round(sum(part) / len(part), 4) for part in parts]
+        return {**asdict(line), "id": self.id, "rewards": means}
 
 
 class ShownRuns:
@@ -97,7 +99,7 @@ class ShownRuns:
         self._runs: dict[str, ShownRun] = {}
 
     def find(self, run_id: str) -> ShownRun:
-        """Return the run with this id; raise KeyError if there is none, or if it is refused."""
+        """The run with this id; raise KeyError if there is none, or if it is refused."""
         known = self._runs.get(run_id)
         if known is None:  # an address that was kept, before the list is read
             path = {_id(path): path for path in self._paths()}[run_id]
@@ -107,7 +109,7 @@ class ShownRuns:
         return known
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the lines that are known, the newest run first."""
+        """The lines that are known, the newest run first."""
         return sorted(
             (run.line for run in list(self._runs.values()) if run.line),
             key=lambda line: -line["changed_at"],
@@ -115,12 +117,12 @@ class ShownRuns:
 
     def changes(self) -> Iterator[dict[str, Any]]:
         """Yield the line of every run that is new or has changed, as soon as it is read; and {"gone": id}."""
-        found = {_id(path): path for path in self._paths()}
+        paths = {_id(path): path for path in self._paths()}
         known = list(self._runs)  # at once: `find` adds runs in other threads
-        for run_id in (one for one in known if one not in found):
+        for run_id in (run_id for run_id in known if run_id not in paths):
             del self._runs[run_id]
             yield {"gone": run_id}
-        for run_id, path in found.items():
+        for run_id, path in paths.items():
             run = self._runs.setdefault(run_id, ShownRun(run_id, RunFolder(path)))
             try:
                 changed = run.renew()
@@ -130,7 +132,7 @@ class ShownRuns:
                 yield run.line
 
     def _paths(self) -> list[Path]:
-        """Return the run folders, the newest first. Links are not followed."""
+        """The run folders, the newest first. Links are not followed."""
         if _is_run(self.folder):
             return [self.folder]
         with os.scandir(self.folder) as entries:
@@ -148,7 +150,7 @@ def _id(path: Path) -> str:
 
 
 def odd_file(folder: Path) -> str:
-    """Return a sentence about a link, pipe or device where a look would read; empty if there is none."""
+    """A sentence about a link, pipe or device where a look would read; empty if there is none."""
     paths = [(folder / name, stat.S_ISREG) for name in (*_FILES, *_MORE_FILES)]
     paths += [(folder / name, stat.S_ISDIR) for name in _FOLDERS]
     for path, is_right in paths:
@@ -164,11 +166,3 @@ def odd_file(folder: Path) -> str:
             if not entry.is_file(follow_symlinks=False):
                 return f"{name}/{entry.name} is no plain file; the dashboard does not read this run"
     return ""
-
-
-def _spread(values: tuple[float, ...], count: int) -> list[float]:
-    """Return at most `count` means of equal stretches."""
-    if len(values) <= count:
-        return [round(value, 4) for value in values]
-    edges = [i * len(values) // count for i in range(count + 1)]
-    return [round(sum(values[a:b]) / (b - a), 4) for a, b in pairwise(edges)]

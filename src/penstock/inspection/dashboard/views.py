@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any
 
 from penstock.config.changes import flat
@@ -21,6 +20,7 @@ from penstock.inspection.dashboard.shown_run import ShownRun
 from penstock.inspection.record import RunRecord, read_run, take_figures
 from penstock.inspection.rollout_viewer import message_text, views_of_group
 from penstock.inspection.timeline import Interval, Lane, lanes, read_events, sessions
+from penstock.inspection.track.console import stretches
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 
@@ -51,24 +51,23 @@ def overview(folder: RunFolder) -> dict[str, Any]:
 def thin(
     record: RunRecord, most: int = MOST_POINTS
 ) -> tuple[list[int], dict[str, list[float | None]], dict[str, list[list[float | None]]]]:
-    """Return steps, means and (smallest, largest) values of at most `most` stretches of steps.
+    """Steps, means and (smallest, largest) values of at most `most` stretches of steps.
 
     A run with fewer steps is returned as it is, without smallest and largest values.
     """
     count = len(record.steps)
     if count <= most:
         return record.steps, record.curves, {}
-    edges = [i * count // most for i in range(most + 1)]
-    stretches = list(pairwise(edges))
-    steps = [record.steps[end - 1] for _, end in stretches]
+    parts = stretches(count, most)
+    steps = [record.steps[end - 1] for _, end in parts]
     means: dict[str, list[float | None]] = {}
     spread: dict[str, list[list[float | None]]] = {}
     for name, values in record.curves.items():
-        known = [[v for v in values[a:b] if v is not None] for a, b in stretches]
-        means[name] = [_short(sum(one) / len(one)) if one else None for one in known]
+        known = [[v for v in values[a:b] if v is not None] for a, b in parts]
+        means[name] = [_short(sum(part) / len(part)) if part else None for part in known]
         spread[name] = [
-            [min(one, default=None) for one in known],
-            [max(one, default=None) for one in known],
+            [min(part, default=None) for part in known],
+            [max(part, default=None) for part in known],
         ]
     return steps, means, spread
 
@@ -193,7 +192,7 @@ def _whole(text: str | None) -> int | None:
 
 
 def journal_state(folder: RunFolder) -> dict[str, Any]:
-    """Return where the groups are now, the newest events, and which weights each engine confirmed."""
+    """Where the groups are now, the newest events, and which weights each engine confirmed."""
     with closing(Journal.look(folder.journal)) as journal, journal.snapshot():
         events = journal.query(
             "SELECT at, group_id, kind, status, tries, reason, reward, step FROM events"
@@ -251,7 +250,7 @@ def timeline(
 
 
 def _fill(intervals: Sequence[Interval], origin: float, size: float) -> list[int]:
-    """Return the covered share of each slot, in percent."""
+    """The covered share of each slot, in percent."""
     covered = [0.0] * _SLOTS
     for begin, end in intervals:
         low, high = (begin - origin) / size, (end - origin) / size
@@ -265,7 +264,7 @@ def _fill(intervals: Sequence[Interval], origin: float, size: float) -> list[int
 
 
 def differing_settings(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Return the settings that are not the same in all runs: key, and the value in each run."""
+    """The settings that are not the same in all runs: key, and the value in each run."""
     trees = []
     for folder in folders:
         try:
@@ -282,7 +281,7 @@ def differing_settings(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 
 def _said(value: object) -> str:
-    """Return a value as a config would have it; nothing for one that is not set."""
+    """A value as a config would have it; nothing for one that is not set."""
     return value if isinstance(value, str) else "" if value is None else json.dumps(value)
 
 

@@ -59,22 +59,28 @@ _EVENTS = (
 # -- texts and small plots ---------------------------------------------------------------------
 
 
-def account_lines(metrics: dict[str, float]) -> list[str]:
-    """Return a line per task, from the metrics `tasks/NAME/FIGURE`."""
-    tasks: dict[str, dict[str, float]] = {}
+def task_figures(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The metrics `tasks/NAME/FIGURE` by task and figure."""
+    tasks: dict[str, dict[str, Any]] = {}
     for key, value in metrics.items():
-        if key.startswith("tasks/"):
-            _, task, figure = key.split("/", 2)
+        kind, _, rest = key.partition("/")
+        task, _, figure = rest.partition("/")
+        if kind == "tasks" and figure:
             tasks.setdefault(task, {})[figure] = value
+    return tasks
+
+
+def account_lines(metrics: dict[str, float]) -> list[str]:
+    """A line per task about its last step."""
     return [
         f"{task}, last step: {_account_text(figures)}"
-        for task, figures in tasks.items()
+        for task, figures in task_figures(metrics).items()
         if figures.get("samples")
     ]
 
 
 def _account_text(figures: dict[str, float]) -> str:
-    """Return the figures of one task in words; counts of 0 are left out."""
+    """The figures of one task in words; counts of 0 are left out."""
     get = figures.get
     words = [f"{get('samples', 0.0):,.0f} samples", f"{get('tokens', 0.0):,.0f} tokens"]
     if count := get("reward_count"):
@@ -94,7 +100,7 @@ def _account_text(figures: dict[str, float]) -> str:
 
 
 def finding_table(findings: Iterable[Finding], *, brief: bool = False) -> Table:
-    """Return one row per finding: what and since when; unless brief, evidence and advice below it."""
+    """One row per finding: what and since when; unless brief, evidence and advice below it."""
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True, style="yellow")
     table.add_column(overflow="fold")
@@ -125,6 +131,12 @@ def held_out_scores(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]
             yield f"{task} {measure}", value
 
 
+def stretches(count: int, most: int) -> list[tuple[int, int]]:
+    """`count` places in at most `most` stretches of about equal length: (first, end) of each."""
+    number = min(count, most)
+    return list(pairwise(i * count // number for i in range(number + 1))) if number else []
+
+
 def sparkline(
     console: Console,
     values: Sequence[float | None],
@@ -132,13 +144,11 @@ def sparkline(
     high: float | None = None,
     width: int = 40,
 ) -> str:
-    """Return the plot; a long series is averaged over equal stretches, one value gives none."""
+    """The plot; a long series is averaged over equal stretches, one value gives none."""
     present = [value for value in values if value is not None]
     if len(present) < 2:
         return ""
-    columns = min(len(present), width)
-    edges = [round(i * len(present) / columns) for i in range(columns + 1)]
-    means = [sum(present[a:b]) / (b - a) for a, b in pairwise(edges)]
+    means = [sum(present[a:b]) / (b - a) for a, b in stretches(len(present), width)]
     low = min(means) if low is None else low
     high = max(means) if high is None else high
     blocks = _BLOCKS if console.encoding.lower().startswith("utf") else _PLAIN_BLOCKS
@@ -149,7 +159,7 @@ def sparkline(
 
 
 def draw_curves(curves: Mapping[str, Sequence[Point]], steps: int) -> str:
-    """Return an SVG of the curves over `steps`; the first is a plain line, the others have dots."""
+    """An SVG of the curves over `steps`; the first is a plain line, the others have dots."""
     values = [value for points in curves.values() for _, value in points]
     low, high = min([0.0, *values]), max([1.0, *values])
 
@@ -304,7 +314,7 @@ class ConsoleTracker:
         return table
 
     def _figure_row(self) -> Columns:
-        """Return names with their values, each pair whole, in as many lines as the width needs."""
+        """Names with their values, each pair whole, in as many lines as the width needs."""
         pairs = self._figures() if self._metrics else []
         shown = [Text.assemble((f"{name} ", "dim"), value, no_wrap=True) for name, value in pairs]
         return Columns(shown, padding=(0, 2))
@@ -337,13 +347,13 @@ def _one_line(rollout: Rollout) -> Text:
 
 
 def in_notebook() -> bool:
-    """Return whether this process is a notebook's kernel, which can show pictures."""
+    """Whether this process is a notebook's kernel, which can show pictures."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 
 
 def make_display(info: RunInfo) -> Tracker:
-    """Return the display that this process can show: a plot in a notebook, else the panel."""
+    """The display that this process can show: a plot in a notebook, else the panel."""
     return NotebookTracker(info) if in_notebook() else ConsoleTracker(info)
 
 
@@ -396,7 +406,7 @@ class NotebookTracker:
 
 
 def _earlier(info: RunInfo) -> list[Point]:
-    """Return the rewards of the steps before a resume."""
+    """The rewards of the steps before a resume."""
     rows = read_metrics(info.folder / "metrics.jsonl") if info.first_step else {}
     rewards = ((step, row.get("reward/mean")) for step, row in rows.items())
     return [(step, reward) for step, reward in rewards if reward is not None]
@@ -445,7 +455,7 @@ class StartDisplay:
             cls._shown.tell(cls._shown._workers_line())
 
     def _workers_line(self) -> str:
-        """Return what the workers do now; workers that do the same are named together."""
+        """What the workers do now; workers that do the same are named together."""
         by_stage: dict[str, list[str]] = {}
         for worker, stages in self._stages.items():
             if stages[-1][1] != READY:
@@ -454,7 +464,7 @@ class StartDisplay:
         return "; ".join(parts) or "all workers are ready"
 
     def report(self) -> list[str]:
-        """Return a line for each worker: its stages, the seconds of each, and of all."""
+        """A line for each worker: its stages, the seconds of each, and of all."""
         lines = []
         for worker, stages in self._stages.items():
             spent = (f"{what} {end - at:.2f} s" for (at, what), (end, _) in pairwise(stages))
@@ -468,7 +478,7 @@ class StartDisplay:
 
     @classmethod
     def console(cls) -> Console:
-        """Return the console for lines of a run: while a start is shown, they appear above it."""
+        """The console for lines of a run: while a start is shown, they appear above it."""
         return cls._shown._progress.console if cls._shown else files.console(stderr=True)
 
 

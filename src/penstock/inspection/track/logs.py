@@ -222,7 +222,7 @@ class TimelineLog:
             self.flush()
 
     def read_metrics(self) -> dict[str, float]:
-        """Return how long a response waited for its reward, on average since the last call."""
+        """How long a response waited for its reward, on average since the last call."""
         seconds, self._rewards = self._rewards, []
         return {"time/reward_s": sum(seconds) / len(seconds)} if seconds else {}
 
@@ -237,7 +237,7 @@ class TimelineLog:
 
 
 def _event(lane: str, what: str, detail: str, start: float, end: float) -> str:
-    """Return one event as JSON; written by hand, because a run has thousands in a minute."""
+    """One event as JSON; written by hand, because a run has thousands in a minute."""
     more = f', "detail": {quoted(detail)}' if detail else ""
     times = f'"start": {start:.6f}, "end": {end:.6f}'
     return f'{{"lane": {quoted(lane)}, "what": {quoted(what)}, {times}{more}}}'
