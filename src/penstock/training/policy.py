@@ -36,10 +36,9 @@ from penstock.training.logprobs import (
 )
 from penstock.training.pack import Pack, empty_pack
 from penstock.training.parallel.context_parallel import share_pack
-from penstock.training.parallel.pipeline import run_passes
+from penstock.training.parallel.pipeline import run_passes, take_stage
 from penstock.training.parallel.ranks import Ranks
 from penstock.training.parallel.sharding import Sharding, split_modules, split_over_data
-from penstock.training.parallel.stages import take_stage
 from penstock.training.parallel.tensor_parallel import cut_model
 from penstock.waits import tell_stage
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from penstock.model.stored_weights import StoredWeights
 from penstock.training.parallel.collectives import all_gather
+from penstock.training.parallel.pipeline import Stages
 from penstock.training.parallel.ranks import Ranks
-from penstock.training.parallel.stages import Stages
 
 
 @dataclass(frozen=True, slots=True)
