@@ -3,7 +3,7 @@
     python benchmarks/sandbox.py [--submissions 40]
 
 One worker; each row is one form of test cases with right solutions. CPU time counts this process, the
-nursery and every sandbox, so it is comparable while other work runs; wall time is not.
+factory and every sandbox, so it is comparable while other work runs; wall time is not.
 """
 
 from __future__ import annotations

@@ -479,10 +479,10 @@ app.command(rich_help_panel="Look")(dashboard)
 @sandbox_app.command("check")
 def sandbox_check(options: Overrides = None) -> None:
     """Print which layers of isolation work on this machine; exit 1 if code would be refused."""
-    from penstock.reward import sandbox
+    from penstock.reward.sandbox.self_check import check
     from penstock.reward.sandbox.settings import SandboxSettings
 
-    result = sandbox.check(_section(SandboxSettings, options))
+    result = check(_section(SandboxSettings, options))
     for line in result.lines():
         say(line)
     raise typer.Exit(0 if result.ok else 1)

@@ -42,9 +42,9 @@ def make_pool(name: str, **settings: object) -> SandboxPool:
     return SandboxPool(SandboxSettings.model_validate(values), isolation)
 
 
-def nurseries() -> dict[int, str]:
-    """Return the nursery of each process of this process's sandboxes, the nurseries' own included."""
-    found, mark = dict[int, str](), re.compile(rf"# nursery \d+ of process {os.getpid()}\b")
+def factories() -> dict[int, str]:
+    """Return the factory of each process of this process's sandboxes, the factories' own included."""
+    found, mark = dict[int, str](), re.compile(rf"# factory \d+ of process {os.getpid()}\b")
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -57,12 +57,12 @@ def nurseries() -> dict[int, str]:
 
 
 def left_over(besides: Collection[str] = ()) -> list[str]:
-    """Return the nurseries, besides these, that have processes which do not end.
+    """Return the factories, besides these, that have processes which do not end.
 
     On a busy machine a killed process still stands in the table for a moment: each may take ten seconds.
     """
     return sorted(
-        {name for pid, name in nurseries().items() if name not in besides and not _ends(pid)}
+        {name for pid, name in factories().items() if name not in besides and not _ends(pid)}
     )
 
 

@@ -20,8 +20,7 @@ from penstock.reward.sandbox.client import TOKEN_VARIABLE, VerificationClient
 from penstock.reward.sandbox.inside.judging import PASS
 from penstock.reward.sandbox.pool import SandboxPool
 from penstock.reward.sandbox.settings import SandboxSettings
-from penstock.reward.sandbox.testcases import read_tests
-from penstock.reward.sandbox.verify import Verdict, verify
+from penstock.reward.sandbox.verify import Verdict, read_tests, verify
 from penstock.types import Prompt, Rollout, Score
 
 

@@ -15,7 +15,7 @@ from penstock.reward.sandbox.inside import kernel
 from penstock.reward.sandbox.pool import SandboxPool
 from penstock.reward.sandbox.settings import job_limits
 from stages.sandbox_attempts import ATTEMPTS, NUMBERS
-from stages.sandbox_pools import left_over, make_pool, nurseries
+from stages.sandbox_pools import factories, left_over, make_pool
 
 TIMEOUT_S = 0.4
 SLACK_S = 20.0  # of a busy test machine; the sandbox's own limit is TIMEOUT_S
@@ -91,7 +91,7 @@ def test_the_sandbox_still_works_after_all_that(pool: SandboxPool) -> None:
 
 
 def test_code_that_may_fork_is_still_bounded_and_cleaned_up() -> None:
-    before = set(nurseries().values())  # the warm sandboxes of the suite above
+    before = set(factories().values())  # the warm sandboxes of the suite above
     pool = make_pool("namespaces", processes=True, threads=16)
     source = (
         "import os, time\n"

@@ -1,4 +1,4 @@
-"""Layers and levels, the system-call filter, and what happens when the host or the nursery dies."""
+"""Layers and levels, the system-call filter, and what happens when the host or the factory dies."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from penstock.errors import SandboxError
 from penstock.reward import sandbox
 from penstock.reward.sandbox import layers
 from penstock.reward.sandbox.host import Mode, Sandbox
-from penstock.reward.sandbox.inside import codec, kernel, landlock, seccomp
+from penstock.reward.sandbox.inside import kernel, landlock, seccomp, wire
 from penstock.reward.sandbox.layers import Isolation, Search, find_isolation
+from penstock.reward.sandbox.self_check import check
 from penstock.reward.sandbox.settings import ACCEPT_WEAKER, SandboxSettings, job_limits
 from penstock.reward.sandbox.verify import verify
 from stages.sandbox_pools import MODES, left_over, make_pool
@@ -154,7 +155,7 @@ def test_dangerous_calls_are_in_no_list() -> None:
     )
 )
 def test_plain_data_passes_unchanged(value: Any) -> None:
-    passed = codec.decode(codec.encode(value))
+    passed = wire.decode(wire.encode(value))
     assert passed == value
     assert type(passed) is type(value)
 
@@ -166,16 +167,16 @@ def test_only_plain_data_passes() -> None:
 
         __hash__ = int.__hash__
 
-    assert type(codec.decode(codec.encode(Sly(5)))) is int
-    with pytest.raises(codec.NotPlain):
-        codec.encode(object())
-    with pytest.raises(codec.NotPlain):
-        codec.decode({"object": 1})
+    assert type(wire.decode(wire.encode(Sly(5)))) is int
+    with pytest.raises(wire.NotPlain):
+        wire.encode(object())
+    with pytest.raises(wire.NotPlain):
+        wire.decode({"object": 1})
 
 
 def test_check_tells_what_is_active_and_tries_to_break_out() -> None:
     make_pool("filtered").close()
-    report = sandbox.check(SandboxSettings(minimum="filtered"))
+    report = check(SandboxSettings(minimum="filtered"))
     assert report.ok
     assert all(report.attempts.values())
     text = "\n".join(report.lines())
@@ -278,19 +279,19 @@ def test_landlock_alone_hides_installed_packages(tmp_path: Path) -> None:
     assert ran.stdout == "lib/python/os.py lib/other/x.so\nhidden\n", ran.stderr
 
 
-def test_a_nursery_that_dies_is_replaced() -> None:
+def test_a_factory_that_dies_is_replaced() -> None:
     pool = make_pool("namespaces")
     try:
         assert verify(pool, TESTS, "print(input())", 30).passed
-        nursery = pool._nursery
-        assert nursery is not None
-        nursery._process.kill()
-        nursery._process.wait()
+        factory = pool._factory
+        assert factory is not None
+        factory._process.kill()
+        factory._process.wait()
         assert verify(pool, TESTS, "print(input())", 30).passed
-        assert pool._nursery is not nursery
+        assert pool._factory is not factory
     finally:
         pool.close()
-    nursery.close()  # as a thread does that finds it dead while another closes the pool
+    factory.close()  # as a thread does that finds it dead while another closes the pool
     assert left_over() == []
 
 
@@ -303,7 +304,7 @@ pool = make_pool({mode!r})
 with pool.sandbox() as sandbox:
     job = dict(job="program", source="import time\\ntime.sleep(600)", stdin="")
     sandbox.start(job, job_limits(pool.settings, 600.0))
-    print(pool._nursery._process.pid, sandbox.pid, flush=True)
+    print(pool._factory._process.pid, sandbox.pid, flush=True)
     sys.stdin.read()
 """
 

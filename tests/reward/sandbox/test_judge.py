@@ -12,7 +12,7 @@ import pytest
 from penstock.errors import RewardError, SandboxError
 from penstock.reward.sandbox import verify as verify_module
 from penstock.reward.sandbox.host import SandboxLost
-from penstock.reward.sandbox.inside import codec, judging
+from penstock.reward.sandbox.inside import judging, wire
 from penstock.reward.sandbox.pool import SandboxPool
 from penstock.reward.sandbox.settings import SandboxSettings
 from penstock.reward.sandbox.verify import verify
@@ -189,7 +189,7 @@ def test_the_host_decodes_nothing_that_a_solution_made(
     def boom(*_: object, **__: object) -> None:
         raise AssertionError("decoded on the host")
 
-    monkeypatch.setattr(codec, "decode", boom)
+    monkeypatch.setattr(wire, "decode", boom)
     add = {"inputs": [[1, 2]], "outputs": [{"3": [3.0]}], "fn_name": "add"}
     assert verify(pool, add, "def add(a, b): return {a + b: (3.0,)}", 30).passed
     call = {"inputs": [[]], "outputs": [[1]], "fn_name": "f"}
@@ -252,7 +252,7 @@ def test_a_referee_that_ends_is_replaced(pool: SandboxPool) -> None:
     tests = {"inputs": ["1"], "outputs": ["1"]}
     assert verify(pool, tests, "print(input())", 30).passed
     with pool.referee() as referee:
-        referee._sandbox._nursery.end(referee._sandbox.pid)
+        referee._sandbox._factory.end(referee._sandbox.pid)
     assert verify(pool, tests, "print(input())", 30).passed
 
 

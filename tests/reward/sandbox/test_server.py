@@ -26,7 +26,7 @@ from penstock.reward.sandbox.serve import ServerSettings, VerificationService, s
 from penstock.reward.sandbox.settings import SandboxSettings
 from penstock.reward.sandbox.turns import Turns
 from stages.hostile_clients import HostileClients
-from stages.sandbox_pools import left_over, make_pool, nurseries
+from stages.sandbox_pools import factories, left_over, make_pool
 
 SUM = {"inputs": ["1 2"], "outputs": ["3"]}
 GOOD = "print(sum(map(int, input().split())))"
@@ -101,7 +101,7 @@ def read_all(link: socket.socket) -> bytes:
 def running(*, token: str = "", **settings: Any) -> Iterator[Server]:
     make_pool("namespaces").close()  # skips where nothing can be isolated
     sandbox = SandboxSettings(**{"minimum": "filtered", **settings.pop("sandbox", {})})
-    before = set(nurseries().values())  # another server of this module
+    before = set(factories().values())  # another server of this module
     server = Server(ServerSettings(sandbox=sandbox, **settings), token)
     try:
         yield server

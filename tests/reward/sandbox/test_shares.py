@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-
-import pytest
+from typing import Any
 
 from penstock.reward.sandbox import pool
 from penstock.reward.sandbox.host import Mode
@@ -17,52 +16,58 @@ from penstock.reward.sandbox.verify import verify
 from stages.sandbox_pools import make_pool
 
 
-class FakeSandbox:
-    facts, is_ready = True, True
-
-    def stop(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
-class FakeNursery:
-    """Makes sandboxes of nothing and counts them."""
+class FakeFactory:
+    """Makes sandboxes of nothing, and counts those made and ended."""
 
     alive = True
 
-    def __init__(self) -> None:
-        self.number, self._lock = 0, threading.Lock()
+    def __init__(self, mode: Mode, settings: SandboxSettings) -> None:
+        self.made, self.ended = 0, 0
+        self._lock = threading.Lock()
 
     def spawn(self) -> FakeSandbox:
         with self._lock:
-            self.number += 1
-        return FakeSandbox()
+            self.made += 1
+        return FakeSandbox(self)
+
+    def end(self) -> None:
+        with self._lock:
+            self.ended += 1
 
     def close(self) -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("pause_s", "ready"), [(0.0, pool.WARM + pool.SPARE), (3600.0, pool.FEW + 1)]
-)
-def test_sandboxes_are_set_up_between_submissions_while_enough_are_ready(
-    pause_s: float, ready: int
-) -> None:
-    uses, nursery = 16, FakeNursery()
+class FakeSandbox:
+    facts, is_ready = True, True
+
+    def __init__(self, factory: FakeFactory) -> None:
+        self._factory = factory
+
+    def stop(self) -> None:
+        pass
+
+    def end(self) -> None:
+        self._factory.end()
+
+
+def test_each_submission_has_a_new_sandbox_and_all_end_with_the_pool() -> None:
+    factories: list[FakeFactory] = []
+
+    def start(mode: Mode, settings: SandboxSettings) -> Any:
+        factories.append(FakeFactory(mode, settings))
+        return factories[-1]
+
+    uses, used = 50, list[Any]()
     isolation = Isolation(Mode(False, False, False), "filtered", ())
-    one = SandboxPool(SandboxSettings(workers=1), isolation, pause_s)
-    one._nursery = nursery  # type: ignore[assignment]
+    sandboxes = SandboxPool(SandboxSettings(workers=1), isolation, start)
     for _ in range(uses):
-        with one.sandbox():
-            pass
-        if pause_s == 0:
-            one._gardener.submit(int).result()  # all that was to do is done
-    if pause_s == 0:
-        assert nursery.number == uses + ready
-    one.close()
-    assert nursery.number <= uses + ready
+        with sandboxes.sandbox() as sandbox:
+            used.append(sandbox)
+    sandboxes.close()
+    (factory,) = factories
+    assert len(set(map(id, used))) == uses
+    assert uses <= factory.made == factory.ended <= uses + pool.WARM + pool.SPARE
 
 
 def test_a_solution_of_assert_style_tests_is_charged_for_its_time() -> None:

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from penstock.errors import RewardError
-from penstock.reward.sandbox.inside import codec
+from penstock.reward.sandbox.inside import wire
 from penstock.reward.sandbox.inside.judging import same_output, same_value
 from penstock.reward.sandbox.pool import SandboxPool
-from penstock.reward.sandbox.testcases import read_tests
-from penstock.reward.sandbox.verify import verify
+from penstock.reward.sandbox.verify import read_tests, verify
 from stages.sandbox_pools import left_over, make_pool
 
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
@@ -310,4 +309,4 @@ def test_same_output(expected: str, printed: str, same: bool) -> None:
     ],
 )
 def test_same_value(expected: Any, value: Any, same: bool) -> None:
-    assert same_value(codec.encode(expected), codec.encode(value)) is same
+    assert same_value(wire.encode(expected), wire.encode(value)) is same

@@ -1,4 +1,4 @@
-"""The host's side of sandboxes: starts the nursery, asks it for sandboxes, runs jobs in them.
+"""The host's side of sandboxes: starts the factory, asks it for sandboxes, runs jobs in them.
 
 Blocking, for worker threads; every wait has a limit, and so has the data that is read from a sandbox.
 Whether a solution is right is decided in `verify.py`.
@@ -38,8 +38,8 @@ _BOOTSTRAP = """import sys, types
 for name, path in ("penstock", ""), ("penstock.reward.sandbox", {folder!r}):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
-from penstock.reward.sandbox.inside.nursery import main
-main({descriptor})  # nursery {number} of process {host}"""
+from penstock.reward.sandbox.inside.factory import main
+main({descriptor})  # factory {number} of process {host}"""
 _numbers = itertools.count(1)
 _SYSTEM_PATHS = (
     "/lib",
@@ -128,7 +128,7 @@ def _mount_point(paths: Sequence[str]) -> str:
 
 
 def bubblewrap_command(descriptor: int) -> list[str] | None:
-    """Return the command that runs the nursery in bubblewrap; None if it is not installed."""
+    """Return the command that runs the factory in bubblewrap; None if it is not installed."""
     program = shutil.which("bwrap")
     if program is None:
         return None
@@ -154,7 +154,7 @@ def _interpreter_flags() -> list[str]:
 
 
 def _bootstrap(descriptor: int) -> str:
-    """Return the nursery's program; its last comment says in the process list whose nursery it is."""
+    """Return the factory's program; its last comment says in the process list whose factory it is."""
     return _BOOTSTRAP.format(
         folder=os.path.dirname(_INSIDE),
         descriptor=descriptor,
@@ -163,8 +163,8 @@ def _bootstrap(descriptor: int) -> str:
     )
 
 
-class Nursery:
-    """The process that makes sandboxes. `SandboxPool` starts a new nursery if this one has died."""
+class SandboxFactory:
+    """The process that makes sandboxes. `SandboxPool` starts a new factory if this one has died."""
 
     def __init__(self, mode: Mode, settings: SandboxSettings) -> None:
         self.mode, self._settings = mode, settings
@@ -241,7 +241,7 @@ class Nursery:
                 reply = self._receive()
             except (wire.Closed, SandboxError, OSError):
                 ours.close()
-                raise SandboxError("the sandbox's nursery has ended") from None
+                raise SandboxError("the sandbox factory has ended") from None
         if "error" in reply:
             reason = _last_message(ours) or reply["error"]
             ours.close()
@@ -255,14 +255,14 @@ class Nursery:
                 wire.send(self._link, {"op": "end", "pid": pid})
                 self._receive()
             except (wire.Closed, SandboxError, OSError):
-                return  # the nursery has ended, and all its sandboxes with it
+                return  # the factory has ended, and all its sandboxes with it
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Close the socket: the nursery ends, and every sandbox with it.
+        """Close the socket: the factory ends, and every sandbox with it.
 
         A thread that finds it dead closes it, and so may the thread that closes the pool: once is enough.
         """
@@ -316,8 +316,8 @@ def _ids_for(count: int) -> tuple[int, int]:
 class Sandbox:
     """One sandbox, for one submission. Runs jobs one after the other, then ends."""
 
-    def __init__(self, nursery: Nursery, pid: int, link: socket.socket) -> None:
-        self._nursery, self.pid, self._link = nursery, pid, link
+    def __init__(self, factory: SandboxFactory, pid: int, link: socket.socket) -> None:
+        self._factory, self.pid, self._link = factory, pid, link
         self._facts: dict[str, Any] | None = None
         self._busy = False  # with a job whose result nobody has taken
 
@@ -343,7 +343,7 @@ class Sandbox:
     @property
     def renews(self) -> bool:
         """Whether every test finds a new scratch folder, so that the sandbox may run several."""
-        return self._nursery.plan.renewable or not self._nursery.plan.namespaces
+        return self._factory.plan.renewable or not self._factory.plan.namespaces
 
     def run(
         self, job: dict[str, Any], limits: dict[str, Any], descriptors: Sequence[int] = ()
@@ -379,10 +379,10 @@ class Sandbox:
         own_user = "user" in facts["namespaces"] or facts["uid"] != os.geteuid()
         return limits | {
             "seccomp": facts["arch"] is not None,
-            "scratch": self._nursery.mode.namespaces,
-            "own_pids": self._nursery.mode.namespaces,
+            "scratch": self._factory.mode.namespaces,
+            "own_pids": self._factory.mode.namespaces,
             "tasks": limits["tasks"] if own_user else None,
-            "processes": limits["processes"] and self._nursery.mode.namespaces,
+            "processes": limits["processes"] and self._factory.mode.namespaces,
         }
 
     def stop(self) -> None:
@@ -393,7 +393,7 @@ class Sandbox:
     def end(self) -> None:
         """Kill every process of the sandbox."""
         self._link.close()
-        self._nursery.end(self.pid)
+        self._factory.end(self.pid)
 
 
 class Referee:

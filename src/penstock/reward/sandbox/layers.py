@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import SandboxError
-from penstock.reward.sandbox.host import Mode, Nursery, SandboxLost, one_id_is_mapped
+from penstock.reward.sandbox.host import Mode, SandboxFactory, SandboxLost, one_id_is_mapped
 from penstock.reward.sandbox.settings import LEVELS, Level, SandboxSettings, job_limits
 
 _FULL_NAMESPACES = frozenset({"mnt", "pid", "net", "ipc"})
@@ -77,9 +77,9 @@ def _describe(mode: Mode, facts: dict[str, Any]) -> Isolation:
 
 def try_mode(mode: Mode, settings: SandboxSettings) -> Isolation:
     """Return the isolation that a mode gives here; raise SandboxError with what keeps it from working."""
-    nursery = Nursery(mode, settings)
+    factory = SandboxFactory(mode, settings)
     try:
-        sandbox = nursery.spawn()
+        sandbox = factory.spawn()
         found = _describe(mode, sandbox.facts)
         limits = job_limits(settings, settings.timeout_s)
         outcome = sandbox.run({"job": "program", "source": ""}, limits)
@@ -87,7 +87,7 @@ def try_mode(mode: Mode, settings: SandboxSettings) -> Isolation:
     except SandboxLost:
         raise SandboxError("the process of a sandbox ended") from None
     finally:
-        nursery.close()
+        factory.close()
     if outcome.status != 0:
         said = (outcome.report or outcome.stderr).decode(errors="replace")
         raise SandboxError(f"an empty program failed: {said[:200].strip()}")

@@ -4,11 +4,14 @@
 
 Expected results never enter the sandbox that runs the solution: outputs and values are compared by a
 referee in another sandbox, assert-style tests run in a second sandbox that talks to the first. This
-side decodes nothing that a solution made. Blocking, for worker threads.
+side decodes nothing that a solution made. Broken test cases are a fault of the data and raise `RewardError`; they are
+never a pass or a fail. Blocking, for worker threads.
 """
 
 from __future__ import annotations
 
+import ast
+import json
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,12 +19,11 @@ from typing import Any
 
 from penstock.errors import RewardError, SandboxError
 from penstock.reward.sandbox.host import Outcome, Sandbox, SandboxLost
-from penstock.reward.sandbox.inside import codec
+from penstock.reward.sandbox.inside import wire
 from penstock.reward.sandbox.inside.judging import COMPILE_ERROR, ERROR
 from penstock.reward.sandbox.inside.judging import PASS as PASS
 from penstock.reward.sandbox.pool import SandboxPool
 from penstock.reward.sandbox.settings import job_limits
-from penstock.reward.sandbox.testcases import AssertTests, CallTests, StdioTests, read_tests
 
 MAX_TESTS = 10_000  # of one submission
 LAST_WORDS_S = 0.5  # for the report of a process that has ended already
@@ -162,7 +164,7 @@ def _fill(verdict: Verdict, total: int, code: int, note: str) -> None:
 def _job(tests: StdioTests | CallTests, index: int, source: str) -> dict[str, Any]:
     if isinstance(tests, StdioTests):
         return {"job": "program", "source": source, "stdin": tests.inputs[index]}
-    arguments = codec.encode(tests.inputs[index])
+    arguments = wire.encode(tests.inputs[index])
     return {"job": "call", "source": source, "function": tests.function, "args": arguments}
 
 
@@ -176,7 +178,7 @@ def _judge(
     stdio, expected = isinstance(tests, StdioTests), tests.outputs[index]
     request = {
         "form": "stdio" if stdio else "call",
-        "expected": expected if stdio else codec.encode(expected),
+        "expected": expected if stdio else wire.encode(expected),
         "outcome": _ending(outcome, limit_s),
     }
     reply = _ask(pool, request, [outcome.stdout, outcome.stderr[-1000:], outcome.report])
@@ -260,3 +262,114 @@ def _what_happened(
         return request, blobs  # it still runs, or said nothing
     request["ended"] = _ending(ended, ended.wall_s)
     return request, [*blobs, ended.report, ended.stderr[-1000:]]
+
+
+# -- the three forms of test cases --------------------------------------------------------------------
+
+_FORMS = "{inputs, outputs}, {inputs, outputs, fn_name}, {asserts: source} or {check: source, entry_point}"
+
+
+@dataclass(slots=True, frozen=True)
+class StdioTests:
+    """Text on stdin, text expected on stdout."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class CallTests:
+    """Arguments of a function, value expected from it."""
+
+    function: str
+    inputs: tuple[list[Any], ...]
+    outputs: tuple[Any, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class AssertTests:
+    """Python source that raises when the solution is wrong."""
+
+    source: str
+    entry_point: str | None = None
+
+
+Tests = StdioTests | CallTests | AssertTests
+
+
+def read_tests(test_cases: Mapping[str, Any] | None, *, parse: bool = True) -> Tests:
+    """Return the test cases of a prompt or request; raise a RewardError that says what is wrong.
+
+    Without `parse`, Python source is left to the judge, which can be killed while it reads it.
+    """
+    if not isinstance(test_cases, Mapping) or not test_cases:
+        raise RewardError(f"test_cases: got {_short(test_cases)}, allowed: {_FORMS}")
+    if "asserts" in test_cases:
+        return AssertTests(_source(test_cases["asserts"], "asserts", parse))
+    if "check" in test_cases:
+        entry_point = test_cases.get("entry_point")
+        if not isinstance(entry_point, str) or not entry_point.isidentifier():
+            raise RewardError(
+                f"test_cases: entry_point got {_short(entry_point)}, allowed: a function's name"
+            )
+        return AssertTests(_source(test_cases["check"], "check", parse), entry_point)
+    return _read_pairs(test_cases)
+
+
+def _read_pairs(test_cases: Mapping[str, Any]) -> Tests:
+    inputs, outputs = test_cases.get("inputs"), test_cases.get("outputs")
+    if not isinstance(inputs, list) or not isinstance(outputs, list):
+        raise RewardError(f"test_cases: got the keys {sorted(test_cases)}, allowed: {_FORMS}")
+    if not inputs or len(inputs) != len(outputs):
+        raise RewardError(
+            f"test_cases: got {len(inputs)} inputs and {len(outputs)} outputs, "
+            "allowed: as many of each, at least one"
+        )
+    name = test_cases.get("fn_name")
+    if not name:
+        return StdioTests(tuple(map(_as_text, inputs)), tuple(map(_as_text, outputs)))
+    if not isinstance(name, str):
+        raise RewardError(f"test_cases: fn_name got {_short(name)}, allowed: a function's name")
+    pairs = [_call_pair(given, expected) for given, expected in zip(inputs, outputs, strict=True)]
+    return CallTests(name, tuple(args for args, _ in pairs), tuple(value for _, value in pairs))
+
+
+def _call_pair(given: Any, expected: Any) -> tuple[list[Any], Any]:
+    """Read one call: a list as it is, text as one JSON value per line (the output likewise)."""
+    if not isinstance(given, str):
+        return (given if isinstance(given, list) else [given]), expected
+    try:
+        args = [json.loads(line) for line in given.split("\n") if line.strip()]
+        return args, json.loads(expected) if isinstance(expected, str) else expected
+    except ValueError:
+        return [given], expected
+
+
+def _source(value: Any, key: str, parse: bool) -> str:
+    text = "\n".join(value) if isinstance(value, list) and all(map(_is_text, value)) else value
+    if not isinstance(text, str) or not text.strip():
+        raise RewardError(f"test_cases: {key} got {_short(value)}, allowed: Python source")
+    if not parse:
+        return text
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise RewardError(f"test_cases: {key} is not valid Python: {error}") from None
+    if not body:
+        raise RewardError(f"test_cases: {key} got no statement, allowed: at least one test")
+    return text
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, list) and all(map(_is_text, value)):
+        return "\n".join(value)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -25,7 +25,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from penstock.reward.sandbox.inside import codec, judging, kernel, remote, seccomp
+from penstock.reward.sandbox.inside import judging, kernel, remote, seccomp, wire
 from penstock.reward.sandbox.inside.wire import Closed, Pipe
 
 REPORT, LINK = 3, 4  # descriptors of the report pipe and of the link to the other sandbox
@@ -145,12 +145,12 @@ def _call(job: dict[str, Any]) -> int:
     namespace = _load(job["source"], "solution")
     if namespace is None:
         return 1
-    value = _find_function(namespace, job["function"])(*codec.decode(job["args"]))
+    value = _find_function(namespace, job["function"])(*wire.decode(job["args"]))
     if isinstance(value, types.GeneratorType):
         value = list(value)
     try:
-        _report({"value": codec.encode(value)})
-    except codec.NotPlain as error:
+        _report({"value": wire.encode(value)})
+    except wire.NotPlain as error:
         _report({"not_plain": str(error)})
     return 0
 

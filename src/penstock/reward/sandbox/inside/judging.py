@@ -1,7 +1,7 @@
 """What counts as the same result, and the code of every test. Inside the sandbox.
 
 Runs in the referee, a process without untrusted code that the host can kill, because everything that
-it reads was made by an enemy. Values are compared as the forms of `codec`, never put into sets
+it reads was made by an enemy. Values are compared as the forms of `wire.encode`, never put into sets
 or dicts, so that the work grows with the size of a value and not with its square.
 
     1 pass    0 wrong answer    -1 runtime error or time-out    -2 does not compile
@@ -14,7 +14,7 @@ import math
 import signal
 from typing import Any
 
-from penstock.reward.sandbox.inside import codec
+from penstock.reward.sandbox.inside import wire
 
 PASS, WRONG, ERROR, COMPILE_ERROR = 1, 0, -1, -2
 TOLERANCE = 1e-6  # of numbers written with a point or an exponent
@@ -191,16 +191,16 @@ def _open(form: Any) -> Any:
     """Return a number, text, bool or None; a list for a list or tuple; or the form as it is."""
     if not isinstance(form, dict):
         return form
-    name, content = codec.tag(form)
+    name, content = wire.tag(form)
     if name in ("int", "float"):
-        return codec.decode(form)
+        return wire.decode(form)
     if name == "tuple" and isinstance(content, list):
         return content
     return form
 
 
 def _same_tagged(expected: dict[str, Any], value: dict[str, Any]) -> bool:
-    (kind, wanted), (given_kind, given) = codec.tag(expected), codec.tag(value)
+    (kind, wanted), (given_kind, given) = wire.tag(expected), wire.tag(value)
     if kind != given_kind:
         return False
     if kind in ("bytes", "complex", "range"):
@@ -224,9 +224,9 @@ def _sorted(items: list[Any]) -> list[str]:
 
 def _key(form: Any) -> str:
     """Return a key as text: JSON has no other keys."""
-    if isinstance(form, dict) and codec.tag(form)[0] not in ("int", "float"):
+    if isinstance(form, dict) and wire.tag(form)[0] not in ("int", "float"):
         return json.dumps(form)
-    return str(codec.decode(form))
+    return str(wire.decode(form))
 
 
 def _readable(form: Any) -> str:
@@ -235,6 +235,6 @@ def _readable(form: Any) -> str:
     if len(text) > 200:
         return text
     try:
-        return repr(codec.decode(form))
-    except codec.NotPlain:
+        return repr(wire.decode(form))
+    except wire.NotPlain:
         return text

@@ -16,7 +16,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from penstock.reward.sandbox.inside import codec
+from penstock.reward.sandbox.inside import wire
 from penstock.reward.sandbox.inside.wire import Closed, Malformed, Pipe
 
 MAX_REPLY_BYTES = 8 << 20
@@ -65,7 +65,7 @@ class SolutionServer:
         try:
             if request["op"] == "names":
                 return {"value": [self._named(name) for name in request["names"]]}
-            arguments = [codec.decode(form, self._find) for form in request["args"]]
+            arguments = [wire.decode(form, self._find) for form in request["args"]]
             reply = {"value": self._encode(_OPERATIONS[request["op"]](*arguments))}
             if request["op"] == "call":
                 after = [self._encode(a) if type(a) in _MUTABLE else None for a in arguments[1]]
@@ -85,7 +85,7 @@ class SolutionServer:
         return self._objects[handle]
 
     def _encode(self, value: Any) -> Any:
-        return codec.encode(value, self._keep)
+        return wire.encode(value, self._keep)
 
     def _keep(self, value: Any) -> Any:
         if type(value) in _VIEWS:
@@ -146,7 +146,7 @@ class Connection:
 
     def do(self, operation: str, *arguments: Any, for_effect: bool = False) -> Any:
         """Execute one operation in the solution; `for_effect` changes arguments in place as it did."""
-        forms = [codec.encode(argument, _handle_of) for argument in arguments]
+        forms = [wire.encode(argument, _handle_of) for argument in arguments]
         return self._decode(
             self._ask({"op": operation, "args": forms}, arguments[1] if for_effect else None)
         )
@@ -182,8 +182,8 @@ class Connection:
 
     def _decode(self, form: Any) -> Any:
         try:
-            return codec.decode(form, self._stand_in)
-        except codec.NotPlain as error:
+            return wire.decode(form, self._stand_in)
+        except wire.NotPlain as error:
             self.fail(NotPlainAnswer(f"the solution's answer is {error}"))
 
     def _stand_in(self, content: Any) -> Any:
@@ -221,7 +221,7 @@ class Connection:
 def _handle_of(value: Any) -> Any:
     if isinstance(value, RemoteObject):
         return {"object": object.__getattribute__(value, "_handle")}
-    raise codec.NotPlain(f"a {type(value).__name__} of the tests cannot be given to the solution")
+    raise wire.NotPlain(f"a {type(value).__name__} of the tests cannot be given to the solution")
 
 
 def _replace(given: Any, changed: Any) -> None:

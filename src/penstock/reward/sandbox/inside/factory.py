@@ -106,10 +106,10 @@ def _become_sandbox(
 ) -> NoReturn:
     link = socket.socket(fileno=descriptor)
     try:
-        # A group of its own for signals, in the nursery's session: Linux shares the processor among
+        # A group of its own for signals, in the factory's session: Linux shares the processor among
         # sessions first, and only then by the niceness that a submission was given.
         os.setpgid(0, 0)
-        if os.read(down, 1) != b"m":  # the nursery has ended
+        if os.read(down, 1) != b"m":  # the factory has ended
             os._exit(1)
         os.close(down)
         _isolate(plan, uid, gid, link, outside)
