@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.config.source import load_config
-from penstock.engine.transformers.sizes import Load, Sizes, choose_sizes, describe
+from penstock.engine.transformers.options import Load, Sizes, choose_sizes, describe
 from penstock.errors import UserError
 
 GIB = 2**30

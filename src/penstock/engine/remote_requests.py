@@ -1,4 +1,4 @@
-"""Requests that vLLM or a server runs for us, each followed by one of our tasks.
+"""Requests that vLLM, in this process or behind a URL, runs for us, each followed by one of our tasks.
 
 `RemoteRequests` keeps the tokens that have arrived, so that an abort can return them, and a gate that
 holds new requests back during a pause or an update. Does not know which backend samples the tokens.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,27 @@ class RemoteRequest:
             length = min(segment.length, tokens)
             kept, tokens = extend_segments(kept, segment.version, length), tokens - length
         self.segments = kept
+
+
+def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
+    """Return vLLM's names and values for a request's sampling; a partial response shortens the limits."""
+    sampling, tokens = request.sampling, len(request.response_ids)
+    fields: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k or -1,
+        "top_p": sampling.top_p,
+        "min_tokens": max(0, sampling.min_tokens - tokens),
+        "max_tokens": sampling.max_tokens - tokens,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "logprobs": 0,
+        "seed": (request.seed + tokens) % (1 << 31),
+    }
+    if sampling.stop_token_ids:  # not every server knows these two
+        fields["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.stop:
+        fields["stop"] = list(sampling.stop)
+    return fields
 
 
 Follow = Callable[[RemoteRequest], Awaitable[Generation]]

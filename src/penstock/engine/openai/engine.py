@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from penstock.config.secrets import from_environment
-from penstock.engine.openai.completions import (
+from penstock.engine.openai.server import (
     STREAMED,
     CompletionChunks,
+    HttpError,
+    Server,
     WrongAnswer,
     completion_body,
     is_unfiltered,
     probe_body,
 )
-from penstock.engine.openai.server import HttpError, Server
 from penstock.engine.protocol import (
     EngineStats,
     Fetch,

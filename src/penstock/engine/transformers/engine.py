@@ -31,8 +31,7 @@ from penstock.engine.protocol import (
 from penstock.engine.transformers.kv_attention import IMPLEMENTATION
 from penstock.engine.transformers.mailbox import Burst, Inbox, Order, Replies, Reply
 from penstock.engine.transformers.options import TransformersOptions
-from penstock.engine.transformers.runner import Finished, Runner
-from penstock.engine.transformers.sequences import Sequence, TextOf
+from penstock.engine.transformers.sequences import Finished, Runner, Sequence, TextOf
 from penstock.errors import EngineError, PenstockError, UserError
 from penstock.model.loading import load_causal_lm
 from penstock.types import WeightHandle
@@ -157,7 +156,7 @@ class TransformersEngine:
             return await asyncio.to_thread(checked_weights, self._fetch, source, model)
         except PenstockError:
             raise
-        except Exception as error:
+        except Exception as error:  # of any type, as it came from the device: the thread dies of it
             fault = error
 
             def die() -> None:

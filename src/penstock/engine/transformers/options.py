@@ -1,10 +1,13 @@
-"""Settings of the transformers engine.
+"""Settings of the transformers engine, and the sizes that are chosen where they name none.
 
-A plain dataclass, so that benchmarks and workers can build an engine without the config tree.
+On a GPU: how many requests are decoded together, and how many tokens the KV cache holds, from the memory
+and from what the run will ask. On a CPU the KV cache grows on demand. Plain dataclasses, so that benchmarks
+and workers can build an engine without the config tree.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
@@ -12,11 +15,67 @@ import torch
 
 from penstock.config.demo import resolve_model_path
 from penstock.engine.protocol import check_options
-from penstock.engine.transformers.sizes import CPU_SLOTS, Load
+from penstock.errors import UserError
 from penstock.model.loading import choose_device, compute_dtype
 
 if TYPE_CHECKING:
     from penstock.config import Config
+
+CPU_SLOTS = 64
+UNKNOWN_LOAD = 256  # requests in flight if no config says how many there will be
+_SHORTER = 4  # the longest request against the usual one
+LEAST_SLOTS, MOST_SLOTS = 16, 1024  # more slots make steps longer and hardly more tokens
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Load:
+    """What a run asks of one engine and its device."""
+
+    requests: int = UNKNOWN_LOAD  # most requests in flight at this engine
+    longest: int = 0  # most tokens of one request, prompt and response; 0: the model's positions
+    engines: int = 1  # engines on the same device, this one included
+    beside_trainer: bool = False  # a trainer works on the same device at the same time
+
+    @classmethod
+    def of(cls, config: Config, index: int, gpus: int) -> Load:
+        """Return the load of engine `index` on a machine with so many visible GPUs."""
+        launch, tasks = config.launch, config.tasks
+        samplings = [config.task_sampling(task) for task in tasks]
+        longest = [
+            task.max_prompt_tokens + sampling.max_tokens
+            for task, sampling in zip(tasks.values(), samplings, strict=True)
+        ]
+        longest += [
+            task.max_prompt_tokens + config.eval_sampling(name).max_tokens
+            for name, task in config.eval.tasks.items()
+        ]
+        groups = config.train.groups_per_step * max(_steps_ahead(config, task) for task in tasks)
+        requests = groups * max(sampling.num_generations for sampling in samplings)
+        engines, beside = 1, False
+        if launch.kind != "ray" and gpus:  # Ray reserves GPUs for each actor
+            before = 0 if launch.colocate else launch.num_consumers
+            one_device = config.model.device not in ("auto", "cuda")
+            places = [0 if one_device else (before + n) % gpus for n in range(launch.num_producers)]
+            engines = places.count(places[index % len(places)])
+            trainers = {0} if one_device else {rank % gpus for rank in range(launch.num_consumers)}
+            beside = not launch.colocate and places[index % len(places)] in trainers
+        share = launch.engine_ray_options(index).num_gpus
+        if launch.kind == "ray" and 0 < share < 1:
+            engines = round(1 / share)
+        return cls(
+            requests=math.ceil(requests / launch.num_producers),
+            longest=max(longest),
+            engines=engines,
+            beside_trainer=beside,
+        )
+
+
+def _steps_ahead(config: Config, task: str) -> float:
+    """Return how many steps' groups a task has in flight at most."""
+    produce = config.task_produce(task)
+    if produce.strategy == "sync":
+        return 1
+    return (produce.max_staleness + 1) * config.sync.every_steps + produce.over_sample_threshold
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -72,3 +131,66 @@ class TransformersOptions:
             threads=config.engine.threads,
             **check_options(cls, cls.OPTION_NAMES, config.engine.options),
         )
+
+
+def longest_request(model: torch.nn.Module, options: TransformersOptions) -> int:
+    """Return the most tokens of one request, by the model's positions and the token budget."""
+    positions = getattr(model.config, "max_position_embeddings", None) or 1 << 30
+    return min(positions, options.max_tokens_in_flight or positions)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of an engine on a GPU."""
+
+    slots: int  # requests that are decoded together
+    tokens: int  # tokens of the KV cache
+
+
+def choose_sizes(
+    load: Load,
+    *,
+    free: int,
+    total: int,
+    bytes_per_token: int,
+    positions: int,
+    max_slots: int = 0,
+    max_tokens_in_flight: int = 0,
+    kv_memory_share: float = 0.6,
+) -> Sizes:
+    """Return the sizes for a device with `free` of `total` bytes free after the weights are loaded.
+
+    Slots: as many as there are requests, if the KV cache can hold a quarter of the longest request in each:
+    prompts are rarely as long as they may be. KV cache: what the longest request in each slot needs, at most
+    `kv_memory_share` of the free memory; engines on one device share it evenly, and a trainer that works
+    beside them keeps half of the device. Requests that do not fit wait for others to end.
+    """
+    for_engines = total // 2 if load.beside_trainer else total
+    usable = min(free, for_engines // load.engines)
+    fits = int(usable * kv_memory_share) // bytes_per_token
+    longest = min(load.longest or positions, positions)
+    most = min(load.requests, MOST_SLOTS, _SHORTER * fits // (longest + 2))
+    slots = max_slots or max(LEAST_SLOTS, most)
+    ceiling = slots * (min(positions, max_tokens_in_flight or longest) + 2)
+    if not max_tokens_in_flight:
+        return Sizes(slots=slots, tokens=min(fits, ceiling))
+    asked = max_tokens_in_flight + 2 * slots
+    room = int(free * kv_memory_share) // bytes_per_token
+    if asked > room:
+        raise UserError(
+            f"engine.options.max_tokens_in_flight: got {max_tokens_in_flight}, "
+            f"allowed: about {room} with the free device memory"
+        )
+    return Sizes(slots=slots, tokens=min(asked, ceiling))
+
+
+def describe(sizes: Sizes, load: Load, *, free: int, bytes_per_token: int) -> str:
+    """Return one line for the log: the sizes, and what they were chosen from."""
+    size = sizes.tokens * bytes_per_token / 2**30
+    others = f", {load.engines} engines on this device" if load.engines > 1 else ""
+    beside = ", beside a trainer" if load.beside_trainer else ""
+    return (
+        f"{sizes.slots} slots, KV cache of {sizes.tokens:,} tokens ({size:.1f} GiB of "
+        f"{free / 2**30:.1f} GiB free{others}{beside}) for {load.requests} requests of at most "
+        f"{load.longest or 'any number of'} tokens"
+    )

@@ -1,7 +1,8 @@
-"""The requests inside an engine and the slots that the running ones occupy.
+"""The requests inside an engine, the slots that the running ones occupy, and the runner that steps them.
 
 `SlotTable` has one column per property of a running request, so that sampling parameters and finished
-requests are found by array operations over all slots. Knows neither models nor devices.
+requests are found by array operations over all slots. `Runner` is what the engine's thread asks of a model
+on a device (`cpu_runner.py`, `cuda_runner.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from penstock.model.sampling import RowSampling, stream_key, uniforms
 from penstock.types import VersionSegment, extend_segments
 
 TextOf = Callable[[list[int]], str]  # decodes token ids
+Finished = list[tuple[int, FinishReason]]  # (slot, reason)
 
 
 @functools.lru_cache(64)  # hundreds of responses end together, most of one length
@@ -200,7 +203,7 @@ class SlotTable:
 
     def record(
         self, slots_N: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray, text_of: TextOf
-    ) -> list[tuple[int, FinishReason]]:
+    ) -> Finished:
         """Append one token to each slot; return (slot, reason) for each that it finishes.
 
         A row with log-prob NaN had no distribution to sample from: it finishes with an error.
@@ -246,3 +249,47 @@ class SlotTable:
     def running(self) -> list[Sequence]:
         """The sequences that have a slot."""
         return [sequence for sequence in self.sequences if sequence is not None]
+
+
+@dataclass(slots=True, frozen=True)
+class CachedPrompt:
+    """A prefilled prompt, kept while equal prompts still wait."""
+
+    keys: torch.Tensor  # [layers, length, kv heads, size]
+    values: torch.Tensor
+    logits_V: torch.Tensor  # logits of the last token
+
+
+class Runner(Protocol):
+    """Runs a model over the requests in slots. Knows no threads, events or weight versions."""
+
+    model: torch.nn.Module
+    table: SlotTable
+    prompts: dict[bytes, CachedPrompt]
+    vocabulary: int  # size of the vocabulary
+    longest: int  # most tokens of one request, prompt and response
+    batch_invariant: bool
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Reserve a slot and memory for the next step's prefill; False: none is free now."""
+
+    def step(self, new: list[Sequence], keep_prompts: set[bytes]) -> Finished:
+        """Prefill `new` and decode one token for all others; return what has finished and why.
+
+        Prompts in `keep_prompts` stay cached for equal ones that still wait.
+        """
+
+    def synchronize(self) -> Finished:
+        """Wait for device work, so that the table is exact; return what that work finished."""
+
+    def release(self, slot: int) -> None:
+        """Free a slot and its memory."""
+
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        """Copy checked weights into the model, asleep or awake; drop cached prompts."""
+
+    def sleep(self) -> None:
+        """Release memory. No request may be in a slot."""
+
+    def wake(self) -> None:
+        """Undo `sleep`, with the newest weights."""

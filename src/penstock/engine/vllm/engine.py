@@ -27,8 +27,8 @@ from penstock.engine.protocol import (
     PauseMode,
     check_request,
 )
-from penstock.engine.remote_requests import RemoteRequest, RemoteRequests
-from penstock.engine.vllm.options import VllmOptions, sampling_fields
+from penstock.engine.remote_requests import RemoteRequest, RemoteRequests, sampling_fields
+from penstock.engine.vllm.options import VllmOptions
 from penstock.errors import EngineError
 from penstock.files import ScratchFolder, memory_folder
 from penstock.types import WeightHandle
@@ -247,7 +247,11 @@ class VllmEngine:
             "prompt_token_ids": [*request.prompt_ids.tolist(), *request.response_ids.tolist()],
             "cache_salt": f"v{self._version}",
         }
-        sampling = SamplingParams(output_kind=RequestOutputKind.DELTA, **sampling_fields(request))
+        sampling = SamplingParams(
+            output_kind=RequestOutputKind.DELTA,
+            detokenize=bool(request.sampling.stop),
+            **sampling_fields(request),
+        )
         reason: str | None = "error"
         try:
             async for output in llm.generate(prompt, sampling, request.request_id):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from penstock.engine.protocol import GenerationRequest, check_options
+from penstock.engine.protocol import check_options
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
@@ -80,22 +80,3 @@ class VllmOptions:
             **({"max_model_len": self.max_model_len} if self.max_model_len else {}),
             **self.extra,
         }
-
-
-def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
-    """Return fields of vLLM's SamplingParams; a partial response shortens the limits."""
-    sampling, made = request.sampling, len(request.response_ids)
-    return {
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k or -1,
-        "top_p": sampling.top_p,
-        "min_tokens": max(0, sampling.min_tokens - made),
-        "max_tokens": sampling.max_tokens - made,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "stop": list(sampling.stop),
-        "include_stop_str_in_output": True,
-        "detokenize": bool(sampling.stop),
-        "skip_special_tokens": False,
-        "logprobs": 0,
-        "seed": (request.seed + made) % (1 << 31),
-    }

@@ -19,9 +19,18 @@ from penstock.engine.transformers.cpu.packed_linear import ModelLinears, choose_
 from penstock.engine.transformers.cpu.row_model import make_row_model
 from penstock.engine.transformers.fuse import PlainLinear, fuse_projections
 from penstock.engine.transformers.kv_attention import StepCache, probe_shape, running
-from penstock.engine.transformers.options import TransformersOptions
-from penstock.engine.transformers.runner import CachedPrompt, Finished, longest_request
-from penstock.engine.transformers.sequences import Sequence, SlotTable, TextOf, lay_out
+from penstock.engine.transformers.options import (
+    TransformersOptions,
+    longest_request,
+)
+from penstock.engine.transformers.sequences import (
+    CachedPrompt,
+    Finished,
+    Sequence,
+    SlotTable,
+    TextOf,
+    lay_out,
+)
 from penstock.model.loading import end_ids
 from penstock.model.norms import fuse_norms
 from penstock.model.sampling import sample

@@ -29,10 +29,20 @@ from penstock.engine.transformers.cuda.cuda_steps import (
 from penstock.engine.transformers.cuda.regions import KVPool, Regions
 from penstock.engine.transformers.fuse import fuse_projections
 from penstock.engine.transformers.kv_attention import StepCache, probe_shape, running
-from penstock.engine.transformers.options import TransformersOptions
-from penstock.engine.transformers.runner import CachedPrompt, Finished, longest_request
-from penstock.engine.transformers.sequences import Sequence, SlotTable, TextOf, lay_out
-from penstock.engine.transformers.sizes import choose_sizes, describe
+from penstock.engine.transformers.options import (
+    TransformersOptions,
+    choose_sizes,
+    describe,
+    longest_request,
+)
+from penstock.engine.transformers.sequences import (
+    CachedPrompt,
+    Finished,
+    Sequence,
+    SlotTable,
+    TextOf,
+    lay_out,
+)
 from penstock.model.loading import end_ids
 from penstock.model.norms import fuse_norms
 from penstock.model.sampling import sample
