@@ -14,6 +14,7 @@ from penstock.data import load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.identity import absolute_paths, changed_code, changed_content, measure
 from penstock.inspection.findings import Observed, find
+from penstock.inspection.findings.observed import looked_at_settings
 
 LINE = json.dumps({"prompt": "1+1", "answer": "2"})
 
@@ -130,7 +131,8 @@ def test_facts_of_the_start_lead_to_findings(here: Path) -> None:
     chat = ChatTemplate(load_tokenizer("model"))
     dataset = load_dataset("train", config.tasks["train"], chat)
     facts = measure(config, {"tasks.train.data": dataset})
-    found = find(Observed(run="x", config=config, facts=facts))
+    settings = looked_at_settings(config)
+    found = find(Observed(run="x", config=config, settings=settings, facts=facts))
     assert [finding.name for finding in found] == ["skipped", "no_template"]
     assert "1 of 2 prompts of tasks.train are longer than 5 tokens" in found[0].evidence
     assert json.loads(facts["machine"])["cpus"] >= 1

@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.config.source import load_config
 from penstock.inspection.findings import Observed
+from penstock.inspection.findings.observed import looked_at_settings
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "learning"
 MACHINE = {"machine": json.dumps({"cpus": 2, "gpus": 0})}
@@ -78,7 +79,8 @@ def observe(
 ) -> Observed:
     """Return what the rules look at, for a run of the demo's config with `overrides`."""
     config = load_config(None, list(overrides)).config
-    return Observed(run="runs/x", config=config, rows=rows, facts=facts, **more)
+    settings = looked_at_settings(config)
+    return Observed(run="runs/x", config=config, settings=settings, rows=rows, facts=facts, **more)
 
 
 def sums_rows(path: Path) -> list[dict[str, Any]]:

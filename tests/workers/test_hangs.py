@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from penstock.config import LaunchConfig
+from penstock.config import LaunchConfig, SamplingConfig
 from penstock.data.sampler import Sampler
-from penstock.engine.protocol import EngineStats, SamplingParams
+from penstock.engine.protocol import EngineStats
 from penstock.rollout import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
 from penstock.rollout.evaluation.background import Evaluations
 from penstock.rollout.evaluation.evaluate import EvalTask
@@ -92,21 +92,21 @@ def a_producer(stage: WatchdogStage, journal: Any, agent_loop: Any) -> Producer:
     )
 
 
-class DeafJournal(Journal):
+class DeafWriter:
     """Takes records, and never gets one to the disk."""
 
-    def __init__(self, stage: WatchdogStage) -> None:
+    def submit(self, record: Any) -> None: ...
+
+    def durable(self, record: Any = None) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()
+
+
+class DeafJournal(Journal):
+    def __init__(self, stage: WatchdogStage, writer: DeafWriter | None = None) -> None:
         self._waits = stage.waits
         self._landings = WaitInOrder(stage.waits, "journal", WaitKind.SEND, responder="journal")
         self._known_prompts = set()
-
-    def _submit(self, record: Any) -> None: ...
-
-    def _submit_landing(self, record: Any) -> asyncio.Future[None]:
-        return self.flush()
-
-    def flush(self) -> asyncio.Future[None]:
-        return asyncio.get_running_loop().create_future()
+        self._writer = writer or DeafWriter()  # type: ignore[assignment]
 
 
 @hangs(WaitKind.SEND, "journal has not answered send (sums:0) for 60 s")
@@ -117,14 +117,15 @@ async def a_group_that_cannot_land(stage: WatchdogStage) -> None:
 
 @hangs(WaitKind.WAIT, "nothing has moved for 60 s: produce sums waits for wait (")
 async def a_producer_without_new_weights(stage: WatchdogStage) -> None:
-    class Memory(DeafJournal):
-        def flush(self) -> asyncio.Future[None]:
-            done = super().flush()
+    class Memory(DeafWriter):
+        def durable(self, record: Any = None) -> asyncio.Future[None]:
+            done = super().durable()
             done.set_result(None)
             return done
 
+    journal = DeafJournal(stage, Memory())
     agent_loop = agent(stage, FakeEngine(), CountingReward())
-    await a_producer(stage, Memory(stage), agent_loop).run()
+    await a_producer(stage, journal, agent_loop).run()
 
 
 @hangs(WaitKind.JOURNAL, "journal has not answered journal (step 3) for 60 s")
@@ -187,7 +188,7 @@ async def an_evaluation(stage: WatchdogStage) -> None:
         name="sums",
         problems=[make_prompt()],
         reward=SilentReward(),
-        sampling=SamplingParams(),
+        sampling=SamplingConfig(),
         num_generations=1,
         decode=lambda ids: "text",
         seed=0,

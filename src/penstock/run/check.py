@@ -27,7 +27,7 @@ from penstock.data.sampler import Sampler
 from penstock.engine.protocol import GenerationRequest, InferenceEngine, SamplingParams
 from penstock.files import ScratchFolder
 from penstock.inspection.findings import Observed, find
-from penstock.inspection.findings.observed import WINDOW
+from penstock.inspection.findings.observed import WINDOW, looked_at_settings
 from penstock.inspection.summary import duration
 from penstock.inspection.track.console import finding_table
 from penstock.reward import build_reward
@@ -103,6 +103,7 @@ class Rehearsal:
             Observed(
                 run="RUN",
                 config=self.config,
+                settings=looked_at_settings(self.config),
                 rows=rows if self.metrics else [],
                 facts=self.facts,
                 batch=Batch(step=1, groups=tuple(self.groups)),

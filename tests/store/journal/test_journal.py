@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,13 @@ from hypothesis import strategies as st
 from penstock.data.sampler import Sampler
 from penstock.errors import RunError, UserError
 from penstock.store.journal import Journal
-from penstock.store.journal.codec import decode_group, encode_group
+from penstock.store.journal.codec import (
+    check_sum,
+    decode_prompt,
+    decode_rollout,
+    encode_prompt,
+    encode_rollout,
+)
 from penstock.store.journal.schema import open_database
 from penstock.types import Group, Rollout, Score, Status, StepReport, VersionSegment
 from stages.rollouts import finish_rollout, make_prompt, make_prompts
@@ -90,7 +97,12 @@ def test_the_codec_gives_back_what_it_got(data: st.DataObject) -> None:
         tries=2,
         error="why",
     )
-    read = decode_group(encode_group(group))
+    prompt = decode_prompt(encode_prompt(group.prompt))
+    members = [
+        decode_rollout(encode_rollout(rollout), rollout.rollout_id, prompt)
+        for rollout in group.rollouts
+    ]
+    read = replace(group, prompt=prompt, rollouts=members)
     assert_same(read, group)
     assert read.fingerprint() == group.fingerprint()
 
@@ -105,9 +117,9 @@ def test_the_codec_gives_back_what_it_got(data: st.DataObject) -> None:
 )
 def test_the_tail_of_a_payload_is_the_json_of_its_values(score: Score) -> None:
     """It is put together by hand; a reader in another language parses it as JSON."""
-    group = finished(0)
-    group.rollouts[0].score = score
-    read = decode_group(encode_group(group)).rollouts[0].score
+    rollout = finished(0).rollouts[0]
+    rollout.score = score
+    read = decode_rollout(encode_rollout(rollout), rollout.rollout_id, make_prompt(0)).score
     expected = json.loads(json.dumps([score.value, score.parts], default=float))
     assert read is not None
     assert repr([read.value, read.parts]) == repr(expected)
@@ -142,29 +154,26 @@ def test_the_fingerprint_covers_all_that_a_trainer_reads() -> None:
     assert len(found) == len(changes) + 3
 
 
-def test_the_prompt_is_stored_once_however_large_the_group() -> None:
+def test_a_rollout_is_stored_without_its_prompt() -> None:
     prompt = make_prompt(0, length=1000)
-    members = [
-        Rollout(rollout_id=f"t:0.{n}", prompt_ids=prompt.token_ids, seed=n) for n in range(8)
-    ]
-    group = Group(group_id="t:0", task="t", cursor=0, prompt=prompt, rollouts=members)
-    assert len(encode_group(group)) < 1.5 * 4 * 1000
+    rollout = Rollout(rollout_id="t:0.0", prompt_ids=prompt.token_ids, seed=0)
+    assert len(encode_rollout(rollout)) < 100
 
 
 def test_a_newer_payload_format_is_refused() -> None:
-    data = bytearray(encode_group(finished(0)))
-    data[0] = 99
+    body = bytes([99]) + encode_prompt(make_prompt(0))[1:-4]
     with pytest.raises(RunError, match="format 99"):
-        decode_group(bytes(data))
+        decode_prompt(body + check_sum(body))
 
 
 def test_what_json_cannot_hold_is_a_clear_error() -> None:
-    group = finished(0)
-    group.rollouts[0].extra["bad"] = object()
+    rollout = finished(0).rollouts[0]
+    rollout.extra["bad"] = object()
     with pytest.raises(RunError, match="object"):
-        encode_group(group)
-    group.rollouts[0].extra["bad"] = np.float32(1.5)
-    assert decode_group(encode_group(group)).rollouts[0].extra["bad"] == 1.5
+        encode_rollout(rollout)
+    rollout.extra["bad"] = np.float32(1.5)
+    read = decode_rollout(encode_rollout(rollout), rollout.rollout_id, make_prompt(0))
+    assert read.extra["bad"] == 1.5
 
 
 SAMPLER = Sampler(make_prompts(4), task_name="t", prompt_repeat_k=2, seed=0)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.config import Config
-from penstock.inspection.findings.observed import Observed, Row
+from penstock.inspection.findings.observed import Observed, Row, looked_at_settings
 from penstock.inspection.findings.rules import find
 from penstock.inspection.track.logs import read_metrics
 from penstock.store.run_folder import RunFolder
@@ -38,6 +38,7 @@ class LiveFindings:
         self._note = note
         self._facts: Mapping[str, str] = {}
         self._folder, self._config, self._total = folder.path, config, total_steps
+        self._settings = looked_at_settings(config)
         self._last_failure = last_failure
         self._disk = DiskWatch(folder.path, config, total_steps)
         self._rows: list[Row] = list(read_metrics(folder.metrics).values())
@@ -60,6 +61,7 @@ class LiveFindings:
         observed = Observed(
             run=str(self._folder),
             config=self._config,
+            settings=self._settings,
             rows=self._rows,
             facts=self._facts,
             total_steps=self._total,

@@ -36,21 +36,13 @@ class Observed:
 
     run: str  # what `penstock rollouts` is given
     config: Config
+    settings: AlgorithmSettings  # of the algorithm (`looked_at_settings`)
     rows: Sequence[Row] = ()  # metrics of each step, in order, with `step`
     facts: Mapping[str, str] = field(default_factory=dict)  # the journal's identity (identity.py)
     total_steps: int | None = None
     batch: Batch | None = None  # of the newest step
     disk: DiskSpace | None = None  # None: not looked at, or nothing more will be written
     last_failure: Callable[[], str] = lambda: ""  # the error of the newest failed group
-    settings: AlgorithmSettings = field(init=False)  # of the algorithm
-
-    def __post_init__(self) -> None:
-        """Resolve the settings; a look imports no code of a run: an algorithm of its own counts as GRPO."""
-        algorithm = self.config.algorithm
-        if algorithm.name not in ALGORITHMS:
-            algorithm = algorithm.model_copy(update={"name": "grpo"})
-        settings = run_settings(self.config.model_copy(update={"algorithm": algorithm}))
-        object.__setattr__(self, "settings", settings)
 
     @property
     def last_step(self) -> int:
@@ -106,6 +98,14 @@ class Observed:
         return fact if isinstance(fact, dict) else {}
 
 
+def looked_at_settings(config: Config) -> AlgorithmSettings:
+    """Return the algorithm's settings without importing code of the run: an algorithm of its own counts as GRPO."""
+    algorithm = config.algorithm
+    if algorithm.name not in ALGORITHMS:
+        algorithm = algorithm.model_copy(update={"name": "grpo"})
+    return run_settings(config.model_copy(update={"algorithm": algorithm}))
+
+
 def mean(values: Sequence[float]) -> float:
     """Return the mean of the numbers; NaN if there is none."""
     numbers = [value for value in values if not math.isnan(value)]
@@ -132,6 +132,7 @@ def read_observed(folder: RunFolder) -> Observed:
     return Observed(
         run=str(folder.path),
         config=config,
+        settings=looked_at_settings(config),
         rows=rows,
         facts=facts,
         total_steps=steps,

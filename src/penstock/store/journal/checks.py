@@ -62,12 +62,7 @@ def row_check(*values: Any) -> int:
 
     Marshal's format 2 depends on the values alone and is the fastest encoding (a test pins it).
     """
-    return check_of(values)
-
-
-def check_of(row: tuple) -> int:
-    """Return the same of a row that is a tuple already."""
-    return zlib.crc32(marshal.dumps(row, 2))
+    return zlib.crc32(marshal.dumps(values, 2))
 
 
 def rollout_key(group_id: str, number: int, rollout_id: str) -> str:

@@ -1,8 +1,8 @@
-"""Groups as compact bytes: the journal's own format, versioned.
+"""Rollouts and prompts as compact bytes: the journal's own format, versioned.
 
 A rollout is a fixed header, its arrays as raw little-endian bytes (int32 ids, float32 log-probs, a bit
 per mask entry unless all are set), its rows if it has any, its version segments, and a small JSON tail
-for the rest. The prompt is stored once per group, never per rollout.
+for the rest. A prompt is stored once, never with a rollout.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from zlib import crc32
 import numpy as np
 
 from penstock.errors import JournalDamaged, RunError
-from penstock.types import Group, Prompt, Rollout, Row, Score, Status, VersionSegment
+from penstock.types import Prompt, Rollout, Row, Score, Status, VersionSegment
 
 CODEC_VERSION = 1
 
 _HEADER = struct.Struct("<BBHIIQdq")  # codec, flags, segments, tokens, tail bytes, seed, T, issued
-_GROUP = struct.Struct("<BHI")  # codec, rollouts, bytes of the JSON head
+_PROMPT = struct.Struct("<BHI")  # codec, 0, bytes of the JSON head
 _CHECK = struct.Struct("<I")  # the checksum at the end of a payload
 _SEGMENT = struct.Struct("<II")  # version, tokens
 _ROW = struct.Struct("<II")  # prompt tokens, response tokens
@@ -229,9 +229,9 @@ def encode_prompt(prompt: Prompt) -> bytes:
         head["test_cases"] = prompt.test_cases
     if prompt.extra:
         head["extra"] = prompt.extra
-    text = _to_json(head)
+    text = _encode(head).encode("utf-8", "surrogatepass")
     ids = np.asarray(prompt.token_ids, dtype="<i4").tobytes()
-    body = b"".join((_GROUP.pack(CODEC_VERSION, 0, len(text)), text, ids))
+    body = b"".join((_PROMPT.pack(CODEC_VERSION, 0, len(text)), text, ids))
     return body + check_sum(body)
 
 
@@ -239,9 +239,9 @@ def decode_prompt(stored: bytes) -> Prompt:
     if not is_intact(stored):
         raise JournalDamaged(f"journal: a prompt is not what was written: {stored[:60]!r}")
     data = stored[: -_CHECK.size]
-    codec, _, size = _GROUP.unpack_from(data)
+    codec, _, size = _PROMPT.unpack_from(data)
     _check_codec(codec)
-    at = _GROUP.size
+    at = _PROMPT.size
     head = json.loads(data[at : at + size])
     return Prompt(
         prompt_id=head["prompt_id"],
@@ -250,47 +250,6 @@ def decode_prompt(stored: bytes) -> Prompt:
         gt_answer=head.get("gt_answer"),
         test_cases=head.get("test_cases"),
         extra=head.get("extra", {}),
-    )
-
-
-def encode_group(group: Group) -> bytes:
-    """Encode a whole group in one piece."""
-    parts = [encode_prompt(group.prompt), *map(encode_rollout, group.rollouts)]
-    head = _to_json(
-        {
-            "group_id": group.group_id,
-            "task": group.task,
-            "cursor": group.cursor,
-            "tries": group.tries,
-            "error": group.error,
-            "ids": [rollout.rollout_id for rollout in group.rollouts],
-            "sizes": [len(part) for part in parts],
-        }
-    )
-    return b"".join((_GROUP.pack(CODEC_VERSION, len(group.rollouts), len(head)), head, *parts))
-
-
-def decode_group(data: bytes) -> Group:
-    codec, _, size = _GROUP.unpack_from(data)
-    _check_codec(codec)
-    at = _GROUP.size + size
-    head = json.loads(data[_GROUP.size : at])
-    parts = []
-    for length in head["sizes"]:
-        parts.append(data[at : at + length])
-        at += length
-    prompt = decode_prompt(parts[0])
-    return Group(
-        group_id=head["group_id"],
-        task=head["task"],
-        cursor=head["cursor"],
-        prompt=prompt,
-        rollouts=[
-            decode_rollout(part, rollout_id, prompt)
-            for part, rollout_id in zip(parts[1:], head["ids"], strict=True)
-        ],
-        tries=head["tries"],
-        error=head["error"],
     )
 
 
@@ -350,10 +309,6 @@ _encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=l
 
 _encode, _quoted = _encoder.encode, json.encoder.encode_basestring
 _VERDICTS = {None: "null", False: "false", True: "true"}
-
-
-def _to_json(value: Any) -> bytes:
-    return _encode(value).encode("utf-8", "surrogatepass")
 
 
 def _plain(value: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penstock.errors import RunError
-from penstock.store.journal.checks import CHECKED, check_of
+from penstock.store.journal.checks import CHECKED, row_check
 
 _COLUMNS = CHECKED["group_rows"]
 _PLACE, _STEP, _REASON = map(_COLUMNS.index, ("place", "step", "drop_reason"))
@@ -118,7 +118,7 @@ class GroupTable:
         for values in drawn:
             row = self._unfinished[values[0]] = values + _AS_DRAWN
             written += values
-            written.append(check_of(row))
+            written.append(row_check(*row))
         _DRAW.write(self._db, written)
 
     def land(self, landed: Iterable[tuple[str, tuple, tuple]]) -> None:
@@ -130,9 +130,9 @@ class GroupTable:
             if values[0] != "dropped":
                 self._unfinished[group_id] = row
             if last[0] is None:
-                kept.append((*values, *last[1:], check_of(row), group_id))
+                kept.append((*values, *last[1:], row_check(*row), group_id))
             else:
-                dropped.append((*values, *last, check_of(row), group_id))
+                dropped.append((*values, *last, row_check(*row), group_id))
         self._move_all("landed", _LAND, kept)
         self._move_all("landed", _LAND_DROPPED, dropped)  # last: they move no more
 
@@ -143,7 +143,7 @@ class GroupTable:
         row = (*before[:_PLACE], *values, *kept, drop_reason, *before[_REASON + 1 :])
         if values[0] != "dropped":
             self._unfinished[group_id] = row
-        self._move_all(kind, _MOVE[kind], [(*values, drop_reason, check_of(row), group_id)])
+        self._move_all(kind, _MOVE[kind], [(*values, drop_reason, row_check(*row), group_id)])
 
     def take(self, step: int, group_ids: Iterable[str]) -> None:
         """Move the groups of a step's batch, in their order."""
@@ -152,7 +152,7 @@ class GroupTable:
             row = self._pop(group_id)
             kept = row[_PLACE + 1 : _STEP]
             row = (*row[:_PLACE], "taken", *kept, step, position, *row[_REASON:])
-            rows.append((step, position, check_of(row), group_id))
+            rows.append((step, position, row_check(*row), group_id))
         self._move_all("taken", _TAKE, rows, f"step {step}: ", _TAKE_MANY)
 
     def _pop(self, group_id: str) -> tuple:

@@ -120,7 +120,7 @@ class Journal:
         if len(self._known_prompts) >= _MOST_KNOWN_PROMPTS:
             self._known_prompts.clear()  # the journal ignores a prompt that it has already
         self._known_prompts.add(key)
-        self._submit(
+        self._writing().submit(
             records.Drawn(
                 time.time(), group.group_id, group.task, group.cursor, group.prompt, new_prompt
             )
@@ -152,7 +152,7 @@ class Journal:
     def _write_group(
         self, group: Group, place: str, reason: str | None = None
     ) -> asyncio.Future[None]:
-        durable = self._submit_landing(records.Landed(time.time(), group, place, reason))
+        durable = self._writing().durable(records.Landed(time.time(), group, place, reason))
         self._landings.asked(group.group_id, self.flush)
         return durable
 
@@ -169,7 +169,7 @@ class Journal:
         reason: str,
         drop_reason: str | None = None,
     ) -> None:
-        self._submit(
+        self._writing().submit(
             records.Moved(
                 time.time(),
                 group.group_id,
@@ -200,19 +200,21 @@ class Journal:
         await self._write_step(record, f"step {report.step}, redone")
 
     async def _write_step(self, record: records.Record, detail: str) -> None:
-        self._submit(record)
+        self._writing().submit(record)
         with self._waits.wait("loop", WaitKind.JOURNAL, detail, responder="journal"):
             await self.flush()
 
     def record_published(self, version: int, digest: str) -> None:
-        self._submit(records.WeightsSeen(time.time(), "published", None, version, digest))
+        self._writing().submit(records.WeightsSeen(time.time(), "published", None, version, digest))
 
     def record_confirmed(self, engine: str, version: int, digest: str) -> None:
-        self._submit(records.WeightsSeen(time.time(), "confirmed", engine, version, digest))
+        self._writing().submit(
+            records.WeightsSeen(time.time(), "confirmed", engine, version, digest)
+        )
 
     def record_identity(self, values: Mapping[str, str]) -> None:
         """Record facts that identify the run (data, config, code); a name's newer value replaces the old."""
-        self._submit(records.Identified(dict(values)))
+        self._writing().submit(records.Identified(dict(values)))
 
     async def record_call(self, rollout: Rollout, call: ModelCall) -> None:
         """Record a model call of an agent's rollout; durable when this returns."""
@@ -230,7 +232,7 @@ class Journal:
         await self._record_of_agent(rollout, record)
 
     async def _record_of_agent(self, rollout: Rollout, record: records.Record) -> None:
-        self._submit(record)
+        self._writing().submit(record)
         with self._waits.wait("journal", WaitKind.SEND, rollout.rollout_id, responder="journal"):
             await self.flush()
 
@@ -240,7 +242,7 @@ class Journal:
             select = "SELECT step FROM steps WHERE committed AND pruned_at IS NULL AND step <= ?"
             steps = [step for (step,) in database.execute(f"{select} ORDER BY step", (last_step,))]
         for number, step in enumerate(steps, start=1):
-            self._submit(records.StepPruned(time.time(), step, keep_text))
+            self._writing().submit(records.StepPruned(time.time(), step, keep_text))
             if number % _STEPS_PRUNED_AT_ONCE == 0 or number == len(steps):
                 self._writing().wait_durable()
 
@@ -267,12 +269,6 @@ class Journal:
         finally:
             while self._descriptors:
                 os.close(self._descriptors.popitem()[1])
-
-    def _submit(self, record: records.Record) -> None:
-        self._writing().submit(record)
-
-    def _submit_landing(self, record: records.Landed) -> asyncio.Future[None]:
-        return self._writing().durable(record)
 
     def _writing(self) -> Writer:
         if self._writer is None:

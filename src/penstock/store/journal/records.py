@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from penstock.errors import RunError
 from penstock.store.journal.calls import CallMade, ToolBegun, ToolEnded, prune_calls
-from penstock.store.journal.checks import CHECKED, check_of, expression, rollout_key, row_check
+from penstock.store.journal.checks import CHECKED, expression, rollout_key, row_check
 from penstock.store.journal.codec import (
     encode_prompt,
     encode_rollout,
@@ -142,7 +142,7 @@ class Landed:
         kind = "filtered" if self.drop_reason == "filtered" else "landed"
         event = (at, group_id, kind, status, tries, error, total, mean, version)
         events += event
-        events.append(check_of(event))
+        events.append(row_check(*event))
         values = (place, status, tries, version, total, mean, at)
         return group_id, values, (self.drop_reason, error, len(group.rollouts))
 
