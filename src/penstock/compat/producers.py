@@ -26,7 +26,6 @@ from penstock.data import load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.sampler import rollout_seed
 from penstock.engine import ENGINES
-from penstock.engine.protocol import SamplingParams
 from penstock.errors import RunError, UserError
 from penstock.inspection.track.logs import TimelineLog
 from penstock.inspection.track.trackers import Fanout, RunInfo
@@ -242,7 +241,7 @@ class BaseProducer:
                 name=name,
                 problems=[data[index] for index in range(len(data))],
                 reward=self._reward,
-                sampling=SamplingParams.from_config(sampling),
+                sampling=sampling,
                 num_generations=sampling.num_generations,
                 decode=self._chat.decode,
                 seed=self.config.seed,

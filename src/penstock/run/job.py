@@ -22,7 +22,7 @@ from penstock.data.context import context_length
 from penstock.data.identity import OVERLAP, TOTAL_STEPS, measure
 from penstock.data.overlap import count_overlap
 from penstock.data.sampler import Sampler
-from penstock.engine.protocol import InferenceEngine, SamplingParams
+from penstock.engine.protocol import InferenceEngine
 from penstock.errors import UserError
 from penstock.inspection.findings.live import LiveFindings
 from penstock.inspection.track.console import StartDisplay
@@ -537,7 +537,7 @@ def _eval_tasks(
                 name=name,
                 problems=choose_problems(name, data.evaluation[name], settings.max_problems),
                 reward=reward,
-                sampling=SamplingParams.from_config(sampling),
+                sampling=sampling,
                 num_generations=sampling.num_generations,
                 decode=data.chat.decode,
                 seed=config.seed,

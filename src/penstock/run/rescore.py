@@ -24,7 +24,7 @@ from penstock.files import write_whole
 from penstock.reward import VerifiableReward, build_reward
 from penstock.rollout.agent.build import build_agent, check_agent, loop_class
 from penstock.rollout.agent.function import FunctionAgent, Interrupted
-from penstock.rollout.evaluation.agents import KeptCalls
+from penstock.rollout.evaluation.evaluate import KeptCalls
 from penstock.run.job import serve_agents
 from penstock.run.run_data import RunData
 from penstock.store.journal import Journal

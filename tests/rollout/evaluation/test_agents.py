@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
+from penstock.config import SamplingConfig
+from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.errors import EngineError
-from penstock.rollout.evaluation.agents import TRIES
-from penstock.rollout.evaluation.evaluate import EvalResult, EvalTask, evaluate
+from penstock.rollout.evaluation.evaluate import TRIES, EvalResult, EvalTask, evaluate
 from penstock.types import Prompt
 from stages.agent_parts import make_agent
 from stages.chat_policy import ScriptedEngine, chat_template, user
@@ -46,7 +46,7 @@ def evaluated(function: Any, folder: Path, engine: Any = None, size: int = 1) ->
         name="held",
         problems=prompts,
         reward=CountingReward(),
-        sampling=SamplingParams(max_tokens=20),
+        sampling=SamplingConfig(max_tokens=20),
         num_generations=size,
         decode=chat.decode,
         seed=0,

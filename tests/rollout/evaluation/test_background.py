@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.protocol import SamplingParams
+from penstock.config import SamplingConfig
 from penstock.errors import EngineError
 from penstock.reward.protocol import Reward
 from penstock.rollout.evaluation.background import Evaluations
@@ -100,7 +100,7 @@ def eval_task(name: str, reward: Reward) -> EvalTask:
         name=name,
         problems=prompts,
         reward=reward,
-        sampling=SamplingParams(max_tokens=4),
+        sampling=SamplingConfig(max_tokens=4),
         num_generations=1,
         decode=lambda ids: "",
         seed=0,

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
+from penstock.config import SamplingConfig
+from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.errors import RunError
 from penstock.inspection.summary import print_evaluations
 from penstock.reward.protocol import Reward
@@ -29,7 +30,7 @@ from penstock.types import Prompt, Rollout, Score, VersionSegment
 
 
 class ScriptedEngine:
-    """Answers with the problem's number; every third request fails."""
+    """Answers with the problem's number; the requests of every third problem fail."""
 
     def __init__(self, failing: bool, version: int = 2) -> None:
         self.asked: list[GenerationRequest] = []
@@ -38,10 +39,10 @@ class ScriptedEngine:
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
         self.asked += requests
-        return [self._answer(i, request) for i, request in enumerate(requests)]
+        return [self._answer(request) for request in requests]
 
-    def _answer(self, index: int, request: GenerationRequest) -> Generation:
-        failed = self._failing and index % 3 == 2
+    def _answer(self, request: GenerationRequest) -> Generation:
+        failed = self._failing and int(request.prompt_ids[0]) % 3 == 2
         count = 0 if failed else 1
         return Generation(
             request_id=request.request_id,
@@ -70,7 +71,7 @@ def task(problems: int, generations: int) -> EvalTask:
         name="even",
         problems=prompts,
         reward=EvenIsRight(),
-        sampling=SamplingParams(temperature=0.0, max_tokens=4),
+        sampling=SamplingConfig(temperature=0.0, max_tokens=4),
         num_generations=generations,
         decode=lambda ids: str(int(ids[0])) if len(ids) else "",
         seed=7,
@@ -100,7 +101,7 @@ def test_a_failed_request_is_a_wrong_answer_and_is_counted(tmp_path: Path) -> No
     assert (result.failures, result.accuracy) == (2, pytest.approx(2 / 6))
     lines = [json.loads(t) for t in (tmp_path / "even-step-3.jsonl").read_text().splitlines()]
     assert [line["reward"] for line in lines] == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
-    assert lines[2]["error"] == "engine died"
+    assert lines[2]["error"] == "engine: engine died"
     assert {
         "prompt",
         "prediction",

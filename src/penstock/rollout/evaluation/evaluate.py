@@ -1,7 +1,9 @@
 """Evaluation: one exact pass over a fixed list of problems.
 
-Without padding or duplicates: each problem is asked `num_generations` times with seeds that
-depend on the problem alone. A failed request counts as a wrong answer and as a failure.
+Without padding or duplicates: each problem is a group of `num_generations` rollouts with seeds that depend
+on the problem alone, generated and scored by an agent loop as in training. A rollout that fails is made
+again a few times; what still fails counts as a wrong answer and as a failure. Nothing is journalled: an
+evaluation that is interrupted begins again.
 """
 
 from __future__ import annotations
@@ -14,25 +16,27 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from penstock.config import SamplingConfig
 from penstock.data.sampler import PromptSource, stable_hash
-from penstock.engine.protocol import (
-    Generation,
-    GenerationRequest,
-    InferenceEngine,
-    SamplingParams,
-)
-from penstock.errors import RunError
+from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine
+from penstock.errors import EngineError, RunError
 from penstock.files import write_whole
 from penstock.reward.protocol import Reward
-from penstock.rollout.evaluation.agents import KeptCalls, MakeAgent, call_line, play
-from penstock.types import Prompt, Rollout, Score, Status
+from penstock.rollout.agent.function import FunctionAgent
+from penstock.rollout.agent.single_turn import SingleTurn
+from penstock.rollout.agent_loop import AgentLoop
+from penstock.types import ModelCall, Prompt, Rollout, Score, Status
 
 SUMMARY = "summary.jsonl"
+TRIES = 3  # of a rollout that fails
+_MOST_AT_ONCE = 1024  # rollouts
 _Z95 = 1.959963984540054
+
+MakeAgent = Callable[..., AgentLoop]  # of an engine, and a recorder that keeps the calls
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -42,7 +46,7 @@ class EvalTask:
     name: str
     problems: Sequence[Prompt]
     reward: Reward
-    sampling: SamplingParams
+    sampling: SamplingConfig
     num_generations: int
     decode: Callable[[np.ndarray], str]
     seed: int
@@ -102,59 +106,117 @@ async def evaluate(
     engine: InferenceEngine, task: EvalTask, *, step: int, version: int, folder: Path
 ) -> EvalResult:
     """Ask every problem, score every answer, write the samples to `folder`, return the result."""
-    requests = [
-        _request(task, problem, index)
+    groups = [
+        [_rollout(task, problem, index, version) for index in range(task.num_generations)]
         for problem in task.problems
-        for index in range(task.num_generations)
     ]
-    owners = [problem for problem in task.problems for _ in range(task.num_generations)]
-    calls: KeptCalls | None = None
-    if task.agent is None:
-        rollouts, scores = await _ask(engine, task, requests)
-    else:
-        rollouts = [
-            _unplayed(request, problem, version)
-            for request, problem in zip(requests, owners, strict=True)
-        ]
-        size = task.num_generations
-        groups = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
-        calls = await play(task.agent, engine, groups)
-        scores = [rollout.score or _no_score(rollout) for rollout in rollouts]
+    calls = await _play(task, engine, groups)
+    rollouts = [rollout for group in groups for rollout in group]
+    scores = [rollout.score or _no_score(rollout) for rollout in rollouts]
     _check_pinned(task, rollouts, version)
     path = folder / f"{task.name}-step-{step}.jsonl"
-    _write_samples(path, owners, rollouts, scores, calls)
+    _write_samples(path, rollouts, scores, calls)
     return _summarise(task, rollouts, scores, step=step, version=version, calls=calls)
 
 
-async def _ask(
-    engine: InferenceEngine, task: EvalTask, requests: list[GenerationRequest]
-) -> tuple[list[Rollout], list[Score]]:
-    """Sample one response per request, and score it."""
-    generations = await engine.generate_many(requests)
-    rollouts = [
-        _rollout(task, request, generation)
-        for request, generation in zip(requests, generations, strict=True)
-    ]
-    size = task.num_generations
-    columns = await asyncio.gather(
-        *(
-            _score_problem(task, rollouts[number * size : (number + 1) * size], problem)
-            for number, problem in enumerate(task.problems)
-        )
-    )
-    return rollouts, [score for column in columns for score in column]
-
-
-def _unplayed(request: GenerationRequest, problem: Prompt, version: int) -> Rollout:
-    """Return the rollout that an agent is to make."""
+def _rollout(task: EvalTask, problem: Prompt, index: int, version: int) -> Rollout:
+    identity = f"{task.seed}|{problem.prompt_id}|{index}".encode()
     return Rollout(
-        rollout_id=request.request_id,
-        prompt_ids=request.prompt_ids,
-        seed=request.seed,
-        temperature=request.sampling.temperature,
+        rollout_id=f"eval:{task.name}:{problem.prompt_id}.{index}",
+        prompt_ids=problem.token_ids,
+        seed=int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest()) >> 1,
+        temperature=task.sampling.temperature,
         issued_version=version,
         prompt=problem,
     )
+
+
+class KeptCalls:
+    """Keeps the model calls of an agent's rollouts, as a journal would; tool calls are not recorded."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[ModelCall]] = {}  # by rollout
+
+    async def record_call(self, rollout: Rollout, call: ModelCall) -> None:
+        self.of.setdefault(rollout.rollout_id, []).append(call)
+
+    async def begin_tool(self, rollout: Rollout, call_id: str, name: str) -> None: ...
+
+    async def end_tool(self, rollout: Rollout, call_id: str, outcome: str, result: str) -> None: ...
+
+
+class _WatchedEngine:
+    """The engine of an evaluation as an agent loop uses it; remembers that it died."""
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self._engine = engine
+        self.fault: EngineError | None = None
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        return (await self.generate_many([request]))[0]
+
+    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
+        try:
+            return await self._engine.generate_many(requests)
+        except EngineError as error:
+            self.fault = error
+            raise
+
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+
+async def _play(
+    task: EvalTask, engine: InferenceEngine, groups: Sequence[list[Rollout]]
+) -> KeptCalls | None:
+    """Make every rollout; each ends COMPLETED with its score, or FAILED. Raise if the engine died.
+
+    Return the calls of an agent; None: each rollout is one response.
+    """
+    watched, calls = _WatchedEngine(engine), KeptCalls()
+    agent: Any
+    if task.agent is not None:
+        agent = task.agent(engine=watched, recorder=calls)
+    else:
+        agent = SingleTurn(
+            engine=cast(InferenceEngine, watched),
+            reward=task.reward,
+            sampling=task.sampling,
+            decode=task.decode,
+        )
+    running = asyncio.Semaphore(max(1, _MOST_AT_ONCE // task.num_generations))
+
+    async def play(group: list[Rollout]) -> None:
+        async with running:
+            await _play_group(agent, watched, calls, group)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            _ = [tasks.create_task(play(group)) for group in groups]
+    except ExceptionGroup as raised:
+        raise raised.exceptions[0] from None
+    finally:
+        if isinstance(agent, FunctionAgent):
+            await agent.close()
+    return None if task.agent is None else calls
+
+
+async def _play_group(
+    agent: AgentLoop, engine: _WatchedEngine, calls: KeptCalls, group: list[Rollout]
+) -> None:
+    for _ in range(TRIES):
+        for rollout in group:
+            if rollout.status is Status.FAILED:
+                calls.of.pop(rollout.rollout_id, None)
+                rollout.restart()
+        await agent.generate_group(group)
+        if engine.fault is not None:
+            raise engine.fault
+        if all(rollout.status is Status.COMPLETED for rollout in group):
+            return
+    for rollout in group:
+        if rollout.status is not Status.COMPLETED and rollout.status is not Status.FAILED:
+            rollout.fail(f"the agent loop left it {rollout.status}")
 
 
 def _check_pinned(task: EvalTask, rollouts: Sequence[Rollout], version: int) -> None:
@@ -164,61 +226,6 @@ def _check_pinned(task: EvalTask, rollouts: Sequence[Rollout], version: int) -> 
         raise OtherWeights(
             f"evaluation {task.name}: got samples of versions {sorted(others)}, allowed: {version}"
         )
-
-
-def _request(task: EvalTask, problem: Prompt, index: int) -> GenerationRequest:
-    identity = f"{task.seed}|{problem.prompt_id}|{index}".encode()
-    seed = int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest()) >> 1
-    return GenerationRequest(
-        request_id=f"eval:{task.name}:{problem.prompt_id}.{index}",
-        prompt_ids=problem.token_ids,
-        sampling=task.sampling,
-        seed=seed,
-    )
-
-
-def _rollout(task: EvalTask, request: GenerationRequest, generation: Generation) -> Rollout:
-    rollout = Rollout(
-        rollout_id=request.request_id,
-        prompt_ids=request.prompt_ids,
-        seed=request.seed,
-        temperature=request.sampling.temperature,
-    )
-    rollout.append(generation.token_ids, generation.logprobs, generation.segments)
-    rollout.finish_reason = generation.finish_reason
-    rollout.text = task.decode(rollout.response_ids)
-    finished = generation.finish_reason in ("stop", "length")
-    rollout.move_to(Status.COMPLETED if finished else Status.FAILED)
-    rollout.error = generation.error if finished else generation.error or "aborted"
-    return rollout
-
-
-async def _score_problem(
-    task: EvalTask, rollouts: Sequence[Rollout], problem: Prompt
-) -> list[Score]:
-    """Score the answers to one problem: together if the reward compares them, else one by one."""
-    if not task.reward.needs_group:
-        return await asyncio.gather(*(_score(task, rollout, problem) for rollout in rollouts))
-    finished = [rollout for rollout in rollouts if rollout.status is not Status.FAILED]
-    scores: dict[str, Score] = {}
-    if finished:
-        try:
-            made = await task.reward.score_group(finished, [problem] * len(finished))
-            scores = {r.rollout_id: score for r, score in zip(finished, made, strict=True)}
-        except Exception as error:  # the edge of one group: a failure is counted, not fatal
-            for rollout in finished:
-                rollout.fail(f"reward: {type(error).__name__}: {error}")
-    return [scores.get(rollout.rollout_id) or _no_score(rollout) for rollout in rollouts]
-
-
-async def _score(task: EvalTask, rollout: Rollout, problem: Prompt) -> Score:
-    if rollout.status is Status.FAILED:
-        return _no_score(rollout)
-    try:
-        return await task.reward.score(rollout, problem)
-    except Exception as error:  # the edge of one rollout: a failure is counted, not fatal
-        rollout.fail(f"reward: {type(error).__name__}: {error}")
-        return _no_score(rollout)
 
 
 def _no_score(rollout: Rollout) -> Score:
@@ -298,15 +305,12 @@ def wilson(share: float, count: float) -> tuple[float, float]:
 
 
 def _write_samples(
-    path: Path,
-    problems: list[Prompt],
-    rollouts: list[Rollout],
-    scores: list[Score],
-    calls: KeptCalls | None,
+    path: Path, rollouts: list[Rollout], scores: list[Score], calls: KeptCalls | None
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
-        for problem, rollout, score in zip(problems, rollouts, scores, strict=True):
+        for rollout, score in zip(rollouts, scores, strict=True):
+            problem = cast(Prompt, rollout.prompt)
             line = {
                 "prompt_id": problem.prompt_id,
                 "prompt": list(problem.messages),
@@ -325,8 +329,19 @@ def _write_samples(
                 "error": rollout.error,
             }
             if calls is not None:
-                line["calls"] = [call_line(call) for call in calls.of.get(rollout.rollout_id, [])]
+                line["calls"] = [_call_line(call) for call in calls.of.get(rollout.rollout_id, [])]
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def _call_line(call: ModelCall) -> dict[str, Any]:
+    return {
+        "number": call.number,
+        "parent": call.parent,
+        "messages": list(call.messages),
+        "answer": call.answer,
+        "finish_reason": call.finish_reason,
+        "tokens": len(call.token_ids),
+    }
 
 
 def append_summary(folder: Path, result: EvalResult) -> None:

@@ -21,9 +21,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from penstock.config import Config, LaunchConfig
+from penstock.config import Config, LaunchConfig, SamplingConfig
 from penstock.data.sampler import Sampler
-from penstock.engine.protocol import InferenceEngine, SamplingParams
+from penstock.engine.protocol import InferenceEngine
 from penstock.errors import UserError
 from penstock.inspection.findings.live import LiveFindings
 from penstock.inspection.track.logs import Notes, RolloutLog, TimelineLog
@@ -384,7 +384,7 @@ class _Twin:
                 name=name,
                 problems=_prompts(size),
                 reward=self._reward(next(iter(config.tasks))),
-                sampling=SamplingParams(max_tokens=config.sampling.max_tokens),
+                sampling=SamplingConfig(max_tokens=config.sampling.max_tokens),
                 num_generations=1,
                 decode=lambda ids: "",
                 seed=0,
