@@ -49,7 +49,7 @@ def make_hostile_run(parent: Path) -> RunFolder:
     config = load_config(None, overrides).config
     tree = config.model_dump(mode="json")
     tree["tasks"] = {NAME: {**tree["tasks"]["train"], "system_prompt": PAYLOAD}}
-    tree["run"]["tags"] = [PAYLOAD]
+    tree["track"]["wandb"] = {"tags": [PAYLOAD]}
     tree["algorithm"]["name"] = f"{PAYLOAD}:{PAYLOAD}"
     hostile = type(config).model_validate(tree)
     (path / "config.toml").write_text(to_toml(hostile), encoding="utf-8")

@@ -138,26 +138,25 @@ def views_of_group(
     journal: Journal, group_id: str, render: Render | None = None
 ) -> list[RolloutView]:
     """Every rollout of a group; raise a RunError that names a payload that cannot be decoded."""
-    row = journal.query(
+    [(state, step, staleness, drop_reason)] = journal.query(
         "SELECT state, step, staleness, drop_reason FROM groups WHERE group_id = ?", (group_id,)
-    )[0]
+    )
     try:
         group = journal.group(group_id)
     except (struct.error, ValueError, KeyError, IndexError, TypeError) as error:
         raise RunError(f"journal: the payload of group {group_id} is damaged: {error}") from error
-    rendered = None if render is None else render(group.prompt.token_ids)
     calls = journal.calls(group_id)
+    facts = {
+        "group_id": group.group_id,
+        "task": group.task,
+        "rendered_prompt": None if render is None else render(group.prompt.token_ids),
+        "state": state,
+        "step": step,
+        "staleness": staleness,
+        "drop_reason": drop_reason,
+    }
     return [
-        _view(
-            rollout,
-            turns_of(
-                calls.get((rollout.rollout_id, rollout.seed), []),
-                rollout.earned,
-                rollout.extra.get("unheard", ()),
-            ),
-            *(group.group_id, group.task, rendered),
-            *row,
-        )
+        _view(rollout, calls.get((rollout.rollout_id, rollout.seed), []), facts)
         for rollout in group.rollouts
     ]
 
@@ -207,7 +206,7 @@ def _tool(call: Mapping[str, Any]) -> dict[str, str]:
 
 
 def transcript(turns: Sequence[Mapping[str, Any]]) -> str:
-    """Return turns as text, with a line where a call starts a branch or a reward was earned."""
+    """Turns as text, with a line where a call starts a branch or a reward was earned."""
     lines, last, earned = [], None, 0.0
     for turn in turns:
         number, parent = turn["call"], turn["parent"]
@@ -224,26 +223,14 @@ def transcript(turns: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _view(
-    rollout: Rollout,
-    turns: list[dict[str, Any]],
-    group_id: str,
-    task: str,
-    rendered: str | None,
-    state: str,
-    step: int | None,
-    staleness: int | None,
-    drop_reason: str | None,
-) -> RolloutView:
+def _view(rollout: Rollout, calls: Sequence[ModelCall], facts: dict[str, Any]) -> RolloutView:
+    """A rollout of the journal; `facts` are those that its whole group shares."""
     prompt, score = rollout.prompt, rollout.score
     assert prompt is not None
     return RolloutView(
         rollout_id=rollout.rollout_id,
-        group_id=group_id,
-        task=task,
         prompt_id=prompt.prompt_id,
         prompt=list(prompt.messages),
-        rendered_prompt=rendered,
         response=rollout.text,
         gt_answer=prompt.gt_answer,
         reward=score.value if score else None,
@@ -256,12 +243,9 @@ def _view(
         temperature=rollout.temperature,
         finish_reason=rollout.finish_reason,
         status=rollout.status.value,
-        state=state,
-        step=step,
-        staleness=staleness,
-        drop_reason=drop_reason,
         error=rollout.error,
-        turns=turns,
+        turns=turns_of(calls, rollout.earned, rollout.extra.get("unheard", ())),
+        **facts,
     )
 
 
