@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.types import Batch, StepReport, WeightHandle
-from penstock.workers.assemble import start_all
 from penstock.workers.colocated import ColocatedTrainer
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.supervise.supervised import Supervised
 from penstock.workers.supervise.trainer import RestartingTrainer, TrainerPart
+from penstock.workers.workers import start_all
 from stages.fake_engine import FakeEngine
 from stages.supervised import Crew, FakeWorker, settings
 

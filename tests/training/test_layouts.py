@@ -15,8 +15,8 @@ from penstock.model.packed_attention import PackLayout, packed_attention
 from penstock.training.pack import make_pack
 from penstock.training.parallel.context_parallel import slice_layout
 from penstock.training.parallel.ranks import Ranks
-from penstock.workers.ports import port_of, reserve_port
 from penstock.workers.processes.process_worker import ProcessWorker
+from penstock.workers.supervise.trainer import port_of, reserve_port
 from stages import rank_program
 
 Work = tuple[str, str, dict[str, int]]  # kind (run, start, or a layout to load from), job, axes

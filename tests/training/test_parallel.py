@@ -15,8 +15,8 @@ from penstock.model.stored_weights import build
 from penstock.training.parallel.ranks import Axis, Ranks, digest_over, rank_share
 from penstock.training.parallel.sharding import Sharding
 from penstock.weights.digest import digest_of
-from penstock.workers.ports import port_of, reserve_port
 from penstock.workers.processes.process_worker import ProcessWorker
+from penstock.workers.supervise.trainer import port_of, reserve_port
 from stages import rank_program
 from stages.training_data import tiny_model
 

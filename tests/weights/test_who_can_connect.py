@@ -18,7 +18,7 @@ from penstock.training.parallel import ranks
 from penstock.weights.broadcast import WeightGroup, connect_store, is_loopback, open_store
 from penstock.weights.distributor import Distributor
 from penstock.workers.control import Control
-from penstock.workers.ports import port_of, reserve_port
+from penstock.workers.supervise.trainer import port_of, reserve_port
 
 
 def listening() -> set[str]:

@@ -14,8 +14,14 @@ from rich.console import Console
 
 from penstock.config.source import load_config
 from penstock.inspection.track.console import StartDisplay
-from penstock.workers.processes.early import early_workers, engine_imports, trainer_imports
-from penstock.workers.processes.process_worker import EARLY, ProcessWorker, WorkerProcess
+from penstock.workers.processes.process_worker import (
+    EARLY,
+    ProcessWorker,
+    WorkerProcess,
+    early_workers,
+    engine_imports,
+    trainer_imports,
+)
 from stages.echo import ECHO
 
 

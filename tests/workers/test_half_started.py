@@ -11,7 +11,7 @@ import pytest
 from penstock.errors import EngineError, WorkerDied
 from penstock.waits import Waits
 from penstock.workers import inline
-from penstock.workers.offline_trainer import offline_trainer
+from penstock.workers.inline import offline_trainer
 from penstock.workers.processes import local
 from penstock.workers.supervise.supervised import SupervisionCallbacks
 from stages.disturbed_run import config_of

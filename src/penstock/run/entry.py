@@ -17,7 +17,7 @@ from penstock.config.changes import Change, allowed_changes
 from penstock.config.source import with_overrides
 from penstock.errors import UserError
 from penstock.store import trust
-from penstock.workers.processes.early import early_workers
+from penstock.workers.processes.process_worker import early_workers
 
 if TYPE_CHECKING:
     from penstock.store.run_folder import RunFolder

@@ -18,7 +18,7 @@ from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 from penstock.types import Batch
 from penstock.waits import Waits
-from penstock.workers.rpc_server import append_to_log
+from penstock.workers.rpc import append_to_log
 from penstock.workers.supervise.supervised import SupervisionCallbacks
 
 

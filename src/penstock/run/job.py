@@ -55,8 +55,7 @@ from penstock.types import Batch, Rollout, StepReport
 from penstock.waits import WaitKind, Waits
 from penstock.workers import LAUNCHERS
 from penstock.workers.control import Control
-from penstock.workers.inline import start_engine
-from penstock.workers.offline_trainer import offline_trainer
+from penstock.workers.inline import offline_trainer, start_engine
 from penstock.workers.supervise.supervised import SupervisionCallbacks
 from penstock.workers.watchdog import Watchdog, watched
 from penstock.workers.workers import RestartableTrainer, Workers

@@ -100,7 +100,7 @@ def open_store(
     """Open the store at which the members of a group meet; the others connect to `store.port`.
 
     It listens on that address alone: a store asks nobody who they are, and torch's own choice is every
-    interface of the machine. is_reserved: the launcher keeps the port for it (`workers/ports.py`).
+    interface of the machine. is_reserved: the launcher keeps the port for it (`workers/supervise/trainer.py`).
     """
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
     listening = socket.create_server((address, port), family=family, reuse_port=is_reserved)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from penstock.errors import PenstockError, RunError, UserError
 from penstock.files import ScratchFolder
-from penstock.workers.rpc_server import one_line
+from penstock.workers.rpc import one_line
 
 _ANSWER_TIMEOUT_S = 900.0  # an engine may take long to load its model
 

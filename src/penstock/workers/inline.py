@@ -2,14 +2,15 @@
 
 For debuggers, notebooks and tests. Python threads share one interpreter lock, so generation and training
 overlap less than with `local`. A thread cannot be killed: an engine that dies of an error is started
-again, a part that hangs is not.
+again, a part that hangs is not. `offline_trainer` has no engine: it trains steps that a journal already has.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,13 +21,16 @@ from penstock.engine import ENGINES
 from penstock.engine.protocol import Fetch, InferenceEngine
 from penstock.types import WeightHandle
 from penstock.waits import Waits
-from penstock.workers.assemble import all_or_first_error, assemble
 from penstock.workers.part_factories import TrainerService
 from penstock.workers.pool.pool import EnginePool
-from penstock.workers.rpc_server import RpcServer
+from penstock.workers.processes.local import spawn_trainer
+from penstock.workers.rpc import RpcServer
 from penstock.workers.supervise.activity import activity_of
 from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
-from penstock.workers.workers import Workers
+from penstock.workers.supervise.trainer import RestartingTrainer
+from penstock.workers.workers import Workers, all_or_first_error, assemble, start_or_close
+
+_NOTHING_IS_PUBLISHED = ("shared_memory", "")
 
 
 class ThreadWorker:
@@ -91,11 +95,7 @@ async def start_engine(config: Config) -> InferenceEngine:
     """Start the engine of this process without a trainer, with the weights of its model."""
     events = SupervisionCallbacks(waits=Waits())
     engines = _engines(config, _no_weights, events)
-    try:
-        await all_or_first_error(*(engine.start() for engine in engines))
-    except BaseException:
-        await asyncio.gather(*(engine.close() for engine in engines))
-        raise
+    await start_or_close(all_or_first_error(*(engine.start() for engine in engines)), engines)
     pool = EnginePool(engines, events.waits, slots=config.engine.max_slots)
     await pool.start()
     return pool
@@ -124,14 +124,47 @@ async def start(
     async def clean_up() -> None:
         sync.close()
 
-    try:
-        await trainer.start()  # engine after trainer, because concurrent imports race
-        for engine in engines:
-            await engine.start()
-    except BaseException:
-        await asyncio.gather(*(worker.close() for worker in (trainer, *engines)))
-        await clean_up()
-        raise
+    async def start_in_order() -> None:
+        for worker in (trainer, *engines):  # concurrent imports race
+            await worker.start()
+
+    await start_or_close(start_in_order(), (trainer, *engines), clean_up)
     return assemble(
         "inline", trainer, engines, clean_up, events, "in_process", settings=config.engine
     )
+
+
+@asynccontextmanager
+async def offline_trainer(
+    config: Config, total_steps: int, log_folder: Path, events: SupervisionCallbacks
+) -> AsyncIterator[Workers]:
+    """Yield the trainer of `config` without an engine; the logs of its ranks go to `log_folder`.
+
+    Runs as many ranks as the run had, because the order of sums is part of the digest: one rank on a thread,
+    several in worker processes of this machine, even if the run had them on a cluster. The end of a rank is
+    final until `RestartingTrainer.restart_with`.
+    """
+
+    async def spawn_thread() -> ThreadWorker:
+        from penstock.weights.in_process import InProcessSync
+
+        return await ThreadWorker.start(
+            "trainer", lambda: TrainerService(config, total_steps, InProcessSync())
+        )
+
+    spawn_processes = spawn_trainer(config, total_steps, log_folder, _NOTHING_IS_PUBLISHED)
+    spawn = spawn_thread if config.launch.num_consumers == 1 else spawn_processes
+    supervised = Supervised("trainer", spawn, config.launch, events)
+    await supervised.start()
+    workers = Workers(
+        engine=None,
+        trainer=RestartingTrainer(supervised, replaced=events.replaced),
+        close=supervised.close,
+        description="offline: the trainer alone",
+        events=events,
+        supervised={"trainer": supervised},
+    )
+    try:
+        yield workers
+    finally:
+        await workers.close()  # sends no request: a rank that hangs would not answer

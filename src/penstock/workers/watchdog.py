@@ -20,7 +20,7 @@ from types import CoroutineType
 from typing import Any
 
 from penstock.config import WatchdogConfig
-from penstock.errors import RunError
+from penstock.errors import PenstockError, RunError
 from penstock.waits import OpenWait, WaitKind, Waits
 
 PATIENCE = 5.0  # a wait is late after this many times the longest answer so far
@@ -146,7 +146,7 @@ class Watchdog:
         try:
             async with asyncio.timeout(min(_PROBE_TIMEOUT_S, self._settings.stall_s / 4)):
                 return await question(responder)
-        except Exception:  # a failed probe must not end the run
+        except (PenstockError, OSError):  # a failed probe must not end the run
             return _NO_ANSWER
 
     def _is_deadlock(self) -> bool:
@@ -207,7 +207,7 @@ class Watchdog:
         if self._stack_of is not None:
             try:
                 text = await self._stack_of(wait.responder)
-            except Exception as error:  # a stack that cannot be read must not end the run either
+            except (PenstockError, OSError) as error:  # nor must a stack that cannot be read
                 text = f"(no stack: {type(error).__name__}: {error})"
         return text or (coroutine_stack(wait.task) if wait.task is not None else "")
 

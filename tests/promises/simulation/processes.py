@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import RunError, WorkerDied
-from penstock.workers.rpc_server import IMMEDIATE, portable_error
+from penstock.workers.rpc import IMMEDIATE, portable_error
 from simulation.parts import SimEngine, SimTrainer
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from penstock.errors import EngineError, PartFailed, RunError, UserError, Worker
 from penstock.types import Batch
 from penstock.workers.control import Control, scale_run
 from penstock.workers.processes.process_worker import ProcessWorker
-from penstock.workers.rpc_server import append_to_log
+from penstock.workers.rpc import append_to_log
 from penstock.workers.supervise.supervised import Restarts, Supervised
 from penstock.workers.supervise.trainer import RankGroup
 from stages.fake_engine import FakeEngine

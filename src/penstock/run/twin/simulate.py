@@ -60,10 +60,9 @@ from penstock.training.algo.method import run_settings
 from penstock.training.algo.settings import keep_group
 from penstock.types import Prompt, Rollout
 from penstock.waits import Waits, loop_time
-from penstock.workers.assemble import assemble, colocated_publishes
 from penstock.workers.inline import ThreadWorker
 from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
-from penstock.workers.workers import Workers
+from penstock.workers.workers import Workers, assemble, colocated_publishes
 
 MOST_ENGINES = 64
 MANY_GROUPS, LEAST_STEPS = 20_000, 6

@@ -6,21 +6,29 @@ them would run at a time. Weights go through shared memory.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from penstock.config import Config
 from penstock.files import weight_folder
 from penstock.weights import sync_kind
-from penstock.workers.assemble import all_or_first_error, assemble, colocated_publishes, start_all
-from penstock.workers.ports import port_of, reserve_port
-from penstock.workers.processes.early import engine_imports, trainer_imports, trainer_names
-from penstock.workers.processes.process_worker import ProcessWorker
+from penstock.workers.processes.process_worker import (
+    ProcessWorker,
+    engine_imports,
+    trainer_imports,
+    trainer_names,
+)
 from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
-from penstock.workers.supervise.trainer import RankGroup
+from penstock.workers.supervise.trainer import RankGroup, port_of, reserve_port
 from penstock.workers.supervise.worker import Worker
-from penstock.workers.workers import Workers
+from penstock.workers.workers import (
+    Workers,
+    all_or_first_error,
+    assemble,
+    colocated_publishes,
+    start_all,
+    start_or_close,
+)
 
 
 async def start(
@@ -43,12 +51,7 @@ async def start(
     async def clean_up() -> None:
         folder.remove()
 
-    try:
-        await start_all(trainer, engines, settings)
-    except BaseException:
-        await asyncio.gather(*(one.close() for one in (trainer, *engines)))
-        await clean_up()
-        raise
+    await start_or_close(start_all(trainer, engines, settings), (trainer, *engines), clean_up)
     return assemble(
         "local",
         trainer,

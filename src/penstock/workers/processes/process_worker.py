@@ -1,9 +1,10 @@
-"""A part that lives in a worker process, called over a socket pair.
+"""Worker processes of this machine, called over a socket pair.
 
-`ProcessWorker` starts `python -m penstock.workers.processes.worker_main` with one end of the pair, or takes a
-process that was started early (`early.py`). Nothing polls: replies, stages of the start and the worker's end
-all arrive on the socket. When the worker dies, every waiting call raises WorkerDied with the last line of
-its log.
+A worker imports torch and transformers for seconds, and the driver checks data, makes the run folder and opens
+the journal in others. So `early_workers` (used by `run/entry.py`) starts the processes before the settings of
+a run are checked; `ProcessWorker.start` takes the one of its name. Whatever is not taken ends with the block.
+Nothing polls: replies, stages of the start and the worker's end all arrive on the socket. When the worker
+dies, every waiting call raises WorkerDied with the last line of its log.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.config import Config
 from penstock.errors import RunError, WorkerDied
 from penstock.inspection.track.console import READY, StartDisplay
-from penstock.workers.processes.frames import STAGE, frame, read_frame, write_frame
-from penstock.workers.rpc_server import one_line, with_log_path
+from penstock.workers.rpc import STAGE, frame, one_line, read_frame, with_log_path, write_frame
 from penstock.workers.supervise.activity import activity_of, is_stopped
 
 _STREAM_LIMIT = 1 << 20
@@ -36,6 +38,8 @@ _SIGNAL_TIMEOUT_S = 5.0
 # On ARM torch allocates by mimalloc, which gives freed memory back to the system after this time, large blocks
 # after ten times as long. With mimalloc's own 10 ms a training step clears the same pages again and again.
 _PURGE_DELAY_MS = 1000
+_MOST_ENGINES = 8  # more wait for the check of the memory that all of them need
+_MODEL = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -306,3 +310,58 @@ def _worker_environment(threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def trainer_imports(config: Config, rank: int) -> list[str]:
+    """Return what the process of a trainer rank needs in every run (`worker_main.prepare`)."""
+    adapters = ["peft"] if config.model.lora.rank else []
+    return [*_context(config, rank), "penstock.training.consumer", *_MODEL, *adapters]
+
+
+def engine_imports(config: Config, number: int) -> list[str]:
+    """Return what the process of an engine needs in every run; nothing for engines that are not ours."""
+    if config.of_engine(number).engine.name != "transformers":
+        return []
+    before = 0 if config.launch.colocate else config.launch.num_consumers
+    return [*_context(config, before + number), "penstock.engine.transformers.engine", *_MODEL]
+
+
+def _context(config: Config, index: int) -> list[str]:
+    """Return the GPU to open as `models.loading.choose_device` will choose it."""
+    device = config.model.device
+    if device in ("auto", "cuda"):
+        return [f"cuda:{index}"]
+    return [device] if device.startswith("cuda:") else []
+
+
+def trainer_names(config: Config) -> list[str]:
+    world = config.launch.num_consumers
+    return ["trainer"] if world == 1 else [f"trainer-{rank}" for rank in range(world)]
+
+
+@contextmanager
+def early_workers(config: Config) -> Iterator[None]:
+    """Start the trainer's processes and those of the first engines of a local run; end what is not taken.
+
+    Only workers that are started inside the block, also in its tasks and threads, take them.
+    """
+    early = dict[str, WorkerProcess]()
+    token = EARLY.set(early)
+    try:
+        if config.launch.kind == "local":
+            for name, threads, imports in _first_workers(config):
+                early[name] = WorkerProcess.spawn(Path(os.devnull), threads, imports)
+        yield
+    finally:
+        EARLY.reset(token)
+        while early:
+            early.popitem()[1].discard()
+
+
+def _first_workers(config: Config) -> Iterator[tuple[str, int, list[str]]]:
+    ranks = trainer_names(config)[:_MOST_ENGINES]
+    for rank, name in enumerate(ranks):
+        yield name, config.train.threads, trainer_imports(config, rank)
+    for number in range(min(config.launch.num_producers, _MOST_ENGINES)):
+        if imports := engine_imports(config, number):
+            yield f"engine-{number}", config.of_engine(number).engine.threads, imports

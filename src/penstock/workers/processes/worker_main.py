@@ -23,8 +23,15 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from penstock.waits import listen, tell_stage
-from penstock.workers.processes.frames import STAGE, frame, read_frame, write_frame
-from penstock.workers.rpc_server import RpcServer, portable_error, stacks
+from penstock.workers.rpc import (
+    STAGE,
+    RpcServer,
+    frame,
+    portable_error,
+    read_frame,
+    stacks,
+    write_frame,
+)
 
 CUDA = "cuda:"  # an import "cuda:N" stands for the context of GPU number N
 

@@ -1,6 +1,6 @@
 """A part that lives in a Ray actor.
 
-The actor serves its part as a worker process does (`rpc_server.py`). A call that never returns reports
+The actor serves its part as a worker process does (`rpc.py`). A call that never returns reports
 the actor's end at once; nothing polls. A second event loop, on its own thread, answers the watchdog, so
 that an actor whose main event loop is blocked still shows its stack.
 """
@@ -24,10 +24,8 @@ from ray.exceptions import RayError, RayTaskError
 
 from penstock.errors import PartFailed, RunError, WorkerDied
 from penstock.files import say
-from penstock.workers.ports import port_of, reserve_port
-from penstock.workers.ray.faults import ACTOR_IS_GONE, why
-from penstock.workers.ray.object_store_retry import retry_while_full
-from penstock.workers.rpc_server import (
+from penstock.workers.ray.faults import ACTOR_IS_GONE, retry_while_full, why
+from penstock.workers.rpc import (
     RpcServer,
     append_to_log,
     portable_error,
@@ -35,6 +33,7 @@ from penstock.workers.rpc_server import (
     with_log_path,
 )
 from penstock.workers.supervise.activity import activity_of
+from penstock.workers.supervise.trainer import port_of, reserve_port
 
 _CALLS_AT_ONCE = 4096
 # Calls with many small objects, several hundred times a second: pickle takes half of Ray's time.
@@ -76,7 +75,7 @@ class ServingActor:
         try:
             await self._server.build_named(search_path, factory, args)
             return None, None
-        except Exception as error:
+        except Exception as error:  # the edge of the part: the driver gets its error
             return portable_error(self._name, error), None
         finally:
             self._reserved.close()
@@ -84,7 +83,7 @@ class ServingActor:
     async def call(self, method: str, args: tuple) -> Any:
         try:
             return None, await self._server.call(method, args)
-        except Exception as error:
+        except Exception as error:  # the edge of the part: the driver gets its error
             return portable_error(self._name, error), None
 
     async def packed_call(self, packed: bytes) -> bytes:
@@ -243,8 +242,7 @@ class ActorWorker:
 
     async def close(self) -> None:
         ray.kill(self._actor)
-        with contextlib.suppress(Exception):
-            await asyncio.wait([self._end], timeout=_CLOSE_TIMEOUT_S)
+        await asyncio.wait([self._end], timeout=_CLOSE_TIMEOUT_S)
         self._end.cancel()
 
 

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 from penstock.config import Config, SamplingConfig
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine
-from penstock.errors import WorkerDied
+from penstock.errors import RunError, WorkerDied
 from penstock.reward import build_reward
 from penstock.rollout import AgentLoop
 from penstock.rollout.agent.build import build_loop
 from penstock.types import Rollout
 from penstock.waits import WaitKind, Waits
-from penstock.workers.rpc_server import portable_error
+from penstock.workers.rpc import portable_error
 from penstock.workers.supervise.supervised import Supervised
 from penstock.workers.supervise.worker import Worker
 
@@ -207,7 +207,7 @@ class ActorAgentLoop(AgentLoop):
                     task.add_done_callback(answering.discard)
         except WorkerDied:
             return  # supervision starts the next one
-        except Exception as error:  # no group of this actor could ever end
+        except RunError as error:  # no group of this actor could ever end
             self._note(f"{worker.name}: its requests cannot be taken: {error}")
             await worker.kill()
         finally:

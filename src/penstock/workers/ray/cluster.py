@@ -7,7 +7,6 @@ and from node to node (`workers/pool/node_copies.py`).
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import sys
@@ -20,7 +19,6 @@ from typing import Any
 from penstock.config import Config, LaunchConfig, SamplingConfig
 from penstock.errors import UserError, WorkerDied
 from penstock.weights import DELTA, sync_kind
-from penstock.workers.assemble import all_or_first_error, assemble, colocated_publishes, start_all
 from penstock.workers.pool.node_copies import NodeCopies
 from penstock.workers.ray.actor import ActorWorker
 from penstock.workers.ray.agents import ActorAgentLoop
@@ -28,7 +26,14 @@ from penstock.workers.ray.placement import Placement, PlacementSlot, bundles
 from penstock.workers.supervise.supervised import Call, Restarts, Supervised, SupervisionCallbacks
 from penstock.workers.supervise.trainer import RankGroup
 from penstock.workers.supervise.worker import Worker
-from penstock.workers.workers import Workers
+from penstock.workers.workers import (
+    Workers,
+    all_or_first_error,
+    assemble,
+    colocated_publishes,
+    start_all,
+    start_or_close,
+)
 
 
 async def start(
@@ -106,11 +111,7 @@ async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers
         placement.release()
         disconnect(ours)
 
-    try:
-        await start_all(trainer, engines, settings)
-    except BaseException:
-        await asyncio.gather(*(one.close() for one in (trainer, *engines)))
-        raise
+    await start_or_close(start_all(trainer, engines, settings), (trainer, *engines))
     return assemble(
         "ray",
         trainer,

@@ -1,18 +1,24 @@
 """Ray's errors in one line: the exception that an actor raised, or Ray's reason for its end.
 
 Ray wraps both into pages of text. A person needs the exception's own type and message; the rest belongs
-in the log.
+in the log. Large arguments of a call, such as a batch, go through Ray's object store, which spills to disk. If
+that is full too, sending is repeated for a bounded time (`retry_while_full`): other objects are freed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 from ray.exceptions import (
     ActorPlacementGroupRemoved,
     ActorUnschedulableError,
     LocalRayletDiedError,
     NodeDiedError,
+    ObjectStoreFullError,
+    OutOfDiskError,
     OutOfMemoryError,
     RayActorError,
     RayError,
@@ -21,7 +27,8 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from penstock.workers.rpc_server import LONGEST_LINE, one_line
+from penstock.errors import RunError
+from penstock.workers.rpc import LONGEST_LINE, one_line
 
 # What Ray raises for a call if the actor is gone or never started.
 ACTOR_IS_GONE = (
@@ -40,6 +47,8 @@ _EXIT = re.compile(r"Worker exit type: (\S+) Worker exit detail: (.*)")
 _IDS = re.compile(r"^\t(class_name|actor_id|pid|name|namespace|ip): ")
 _ADVICE = re.compile(r"Some common causes include|Object store memory usage:")
 _NO_REASON = "Worker unexpectedly exits with a connection error"
+T = TypeVar("T")
+BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 
 def why(error: BaseException | None) -> str:
@@ -78,3 +87,19 @@ def _end_reason(text: str) -> str:
         if _NO_REASON in exit_[2]:
             said += ", by a crash, a signal or the kernel for want of memory"
     return said[:LONGEST_LINE]
+
+
+async def retry_while_full(what: str, send: Callable[[], T], note: Callable[[str], None]) -> T:
+    """Return the result of `send`; repeat it after a failure to store its arguments."""
+    for number, wait_s in enumerate(BACKOFF_S, 1):
+        try:
+            return send()
+        except (ObjectStoreFullError, OutOfDiskError):
+            full = f"{what}: Ray's object store and the disk under it are full"
+            note(f"{full}; trying again in {wait_s:g} s ({number} of {len(BACKOFF_S)})")
+        await asyncio.sleep(wait_s)  # Ray does not report free space
+    try:
+        return send()
+    except (ObjectStoreFullError, OutOfDiskError) as error:
+        waited_s = sum(BACKOFF_S)
+        raise RunError(f"{what}: no room in Ray's object store for {waited_s:g} s") from error

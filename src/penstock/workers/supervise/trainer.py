@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -329,3 +330,22 @@ class RestartingTrainer(TrainerClient):
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.wait([self._writing])
+
+
+def reserve_port(address: str) -> socket.socket:
+    """Return a bound socket for rank 0; its port is nobody else's until the socket is closed.
+
+    Seconds pass between the choice of a port and the moment when rank 0 listens: other programs take ports
+    meanwhile. The socket listens to nothing and allows sockets of the same user to bind the port too
+    (SO_REUSEPORT), which `open_store` does.
+    """
+    family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+    reserved = socket.socket(family)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind((address, 0))
+    return reserved
+
+
+def port_of(reserved: socket.socket) -> int:
+    """Return the port that the socket has."""
+    return int(reserved.getsockname()[1])

@@ -1,7 +1,10 @@
-"""Serves one part inside a worker: a process, a Ray actor or a thread.
+"""The one protocol between the driver and its workers: messages, and the server of a part in a worker.
 
-Async methods run on the worker's event loop; blocking ones run one after another on a single thread,
-so that a long `train` does not keep the loop from answering `request_stop` or `progress`.
+A call is (number, method, arguments), its answer (number, result, error), pickled with its length before it.
+While a worker starts it also sends (STAGE, (what it does, since when), None). Async methods of a part run on
+the worker's event loop; blocking ones run one after another on a single thread, so that a long `train` does
+not keep the loop from answering `request_stop` or `progress`. Worker processes, Ray actors and threads of
+the driver serve their parts with it.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pickle
+import struct
 import sys
 import threading
 import traceback
@@ -24,6 +28,8 @@ from penstock.waits import tell_stage
 # Thread-safe methods that must not queue behind a running one.
 IMMEDIATE = ("request_stop", "progress")
 LONGEST_LINE = 400
+FRAME = struct.Struct("!Q")
+STAGE = -1
 
 
 class RpcServer:
@@ -123,3 +129,21 @@ def stacks() -> str:
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
         for ident, frame in sys._current_frames().items()
     )
+
+
+async def read_frame(reader: asyncio.StreamReader) -> Any:
+    """Return the next pickled message; raise IncompleteReadError at the end of the stream."""
+    (length,) = FRAME.unpack(await reader.readexactly(FRAME.size))
+    return pickle.loads(await reader.readexactly(length))
+
+
+def frame(message: Any) -> bytes:
+    """Return a pickled message with its length before it."""
+    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return FRAME.pack(len(payload)) + payload
+
+
+def write_frame(writer: asyncio.StreamWriter, message: Any) -> None:
+    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    writer.write(FRAME.pack(len(payload)))
+    writer.write(payload)
