@@ -36,7 +36,6 @@ OWNED = {
     "run/loop.py Loop._all_steps": "the loop's TaskGroup",
     "run/loop.py Loop._publish": "the loop's TaskGroup",
     "run/session.py StopSignals.run": "awaited before it returns",
-    "run/session.py outside_a_loop": "joined, its error raised",
     "workers/supervise/trainer.py RankGroup._each": "gathered, the first error raised",
     "workers/supervise/trainer.py RankGroup.ended": "gathered, the first end returned",
     "workers/watchdog.py watched": "its error is raised in the watched block",
@@ -68,7 +67,7 @@ OWNED = {
     "reward/code.py CodeReward._verify": "every call in it is awaited",
     "reward/reward_model.py RewardModel.score": "`_run_batch` fails every waiting rollout; `close` ends it",
     "reward/call_threads.py CallThreads._start_worker": "`_work` carries any error to its waiter",
-    "run/run_data.py left_behind": "its outcome is awaited; a stop leaves it behind",
+    "run/run_data.py in_thread": "its outcome carries any error to the caller; a stop leaves it behind",
     "reward/sandbox/pool.py SandboxPool.__init__": "the next caller of `_take` meets the same error",
     "reward/sandbox/serve.py VerificationService.__init__": "every call in it is awaited",
 }
