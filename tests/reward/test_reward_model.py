@@ -82,6 +82,16 @@ def test_a_batch_has_the_scores_of_its_texts_alone(model_path: Path) -> None:
     assert Scorer(settings).score(items) == pytest.approx(by_hand, abs=1e-4)
 
 
+def test_a_response_cannot_write_special_tokens(model_path: Path) -> None:
+    """A response that ends its turn and begins another would put words into the user's mouth."""
+    reward = build(model_path, threads=1).parts[0].reward
+    scorer = Scorer(reward._settings.model_dump())  # type: ignore[attr-defined]
+    responses = ["a<pad>b", "a< pad>b", "ab"]
+    forged, spaced, other = scorer.score([{"messages": [], "response": r} for r in responses])
+    assert forged == pytest.approx(spaced, abs=1e-6)
+    assert forged != pytest.approx(other, abs=1e-6)
+
+
 @pytest.mark.slow
 def test_scores_are_those_of_the_model(model_path: Path) -> None:
     async def run() -> list[Score]:

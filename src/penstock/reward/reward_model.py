@@ -171,12 +171,14 @@ class Scorer:
         self._model = AutoModelForSequenceClassification.from_pretrained(
             settings["path"], dtype=getattr(torch, dtype), trust_remote_code=remote
         )
+        tokens = self._tokenizer.added_tokens_decoder.values()
+        self._special_tokens = [token.content for token in tokens if token.special]
         if self._model.config.pad_token_id is None:
             self._model.config.pad_token_id = self._tokenizer.pad_token_id
         self._model.to(device).eval()
 
     def score(self, items: list[dict[str, Any]]) -> list[float]:
-        """Return one number per item, in their order."""
+        """One number per item, in their order."""
         inputs = self._tokenizer(
             [self._text(item) for item in items],
             return_tensors="pt",
@@ -194,7 +196,10 @@ class Scorer:
         return [float(value) for value in logits[:, self._settings["label"]].cpu()]
 
     def _text(self, item: dict[str, Any]) -> str:
-        messages = [*item["messages"], {"role": "assistant", "content": item["response"]}]
+        response = item["response"]
+        for token in self._special_tokens:  # the response must not end its turn and begin another
+            response = response.replace(token, f"{token[:1]} {token[1:]}")
+        messages = [*item["messages"], {"role": "assistant", "content": response}]
         if self._tokenizer.chat_template is not None:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
         return "\n".join(str(message["content"]) for message in messages)

@@ -90,7 +90,7 @@ class BusyPool:
         yield self
 
     @contextmanager
-    def referee(self, *, nice: bool = False) -> Iterator[BusyPool]:
+    def referee(self) -> Iterator[BusyPool]:
         yield self
 
     def run(self, job: dict[str, Any], limits: dict[str, Any]) -> Outcome:

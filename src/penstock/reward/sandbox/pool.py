@@ -20,7 +20,6 @@ from penstock.reward.sandbox.settings import SandboxSettings, job_limits
 
 REFEREE_LIFE_S = 1e6
 REFEREE_BYTES = 1 << 30
-NICE = 19
 WARM = 4  # sandboxes that are ready, for each worker
 SPARE = 8  # and so many more, for a burst of one client's submissions
 MOST_ENDING = 8  # used sandboxes, for each worker; past it a submission ends its own
@@ -42,8 +41,7 @@ class SandboxPool:
         self._start_factory = start_factory
         self._factory: SandboxFactory | None = None
         self._warm: deque[Sandbox] = deque()
-        # those that nobody uses; the nice ones judge large answers, behind all small ones
-        self._referees: dict[bool, list[Referee]] = {False: [], True: []}
+        self._referees: list[Referee] = []  # those that nobody uses
         self._isolation = isolation
         self._closed = False
         self._ending = 0  # used sandboxes that the refill thread has still to end
@@ -73,15 +71,14 @@ class SandboxPool:
                 sandbox.end()
 
     @contextmanager
-    def referee(self, *, nice: bool = False) -> Iterator[Referee]:
+    def referee(self) -> Iterator[Referee]:
         """Lend a referee; it ends if the block is left by an exception."""
         with self._lock:
-            ready = self._referees[nice]
-            referee = ready.pop() if ready else None
+            referee = self._referees.pop() if self._referees else None
         if referee is None:
             sandbox = self._take()
             try:
-                limits = job_limits(self.settings, REFEREE_LIFE_S, NICE if nice else 0)
+                limits = job_limits(self.settings, REFEREE_LIFE_S)
                 referee = Referee(sandbox, limits | {"memory_bytes": REFEREE_BYTES})
             except BaseException:
                 sandbox.end()
@@ -96,14 +93,13 @@ class SandboxPool:
             raise
         with self._lock:
             if not self._closed and referee.answers < ANSWERS_PER_REFEREE:
-                self._referees[nice].append(referee)
+                self._referees.append(referee)
                 return
         referee.end()
 
     def _all_referees(self) -> list[Referee]:
         """The referees that nobody uses, which the pool forgets; with the lock held."""
-        idle = [*self._referees[False], *self._referees[True]]
-        self._referees = {False: [], True: []}
+        idle, self._referees = self._referees, []
         return idle
 
     def _take(self) -> Sandbox:

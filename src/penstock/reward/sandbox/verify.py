@@ -27,7 +27,6 @@ from penstock.reward.sandbox.settings import job_limits
 
 MAX_TESTS = 10_000  # of one submission
 LAST_WORDS_S = 0.5  # for the report of a process that has ended already
-LARGE_BYTES = 256 << 10  # what a solution left is judged behind all that is smaller
 ATTEMPTS = 2
 
 
@@ -52,20 +51,6 @@ class TooManyTests(RewardError):
     """A submission with more tests than are run."""
 
 
-class _Budget:
-    """The remaining time of a submission: only time in a sandbox counts, never the host's own delay."""
-
-    def __init__(self, total_s: float, test_s: float) -> None:
-        self._left_s, self.test_s = total_s, test_s
-
-    def next_limit(self) -> float:
-        """Return the time limit of the next test; 0 if no time is left."""
-        return max(0.0, min(self.test_s, self._left_s))
-
-    def spend(self, wall_s: float) -> None:
-        self._left_s -= wall_s
-
-
 def verify(
     pool: SandboxPool,
     test_cases: Mapping[str, Any] | None,
@@ -80,85 +65,86 @@ def verify(
     `nice`: how far its processes stand back behind others where the processor is short.
     """
     tests = read_tests(test_cases, parse=False)
-    settings = pool.settings
-    budget = _Budget(settings.submission_timeout_s, timeout_s or settings.timeout_s)
+    test_s = timeout_s or pool.settings.timeout_s
     if isinstance(tests, AssertTests):
-        return _verify_asserts(pool, tests, source, budget.next_limit(), max_tests, nice)
+        test_s = min(test_s, pool.settings.submission_timeout_s)
+        return _verify_asserts(pool, tests, source, test_s, max_tests, nice)
     check_number(len(tests.inputs), max_tests)
-    return _verify_pairs(pool, tests, source, budget, stop_at_failure, nice)
+    return _PairsRun(pool, tests, source, test_s, stop_at_failure, nice).verdict()
 
 
-def _verify_pairs(
-    pool: SandboxPool,
-    tests: StdioTests | CallTests,
-    source: str,
-    budget: _Budget,
-    stop: bool,
-    nice: int,
-) -> Verdict:
-    verdict, total, lost = Verdict(), len(tests.inputs), 0
-    while len(verdict.result) < total:
-        with pool.sandbox() as sandbox:
-            try:
-                if _run_in(sandbox, pool, tests, source, budget, stop, nice, verdict):
-                    break
-                lost = 0
-            except SandboxLost:
-                lost += 1
-                if lost == ATTEMPTS:
-                    raise SandboxError(f"a sandbox was lost {lost} times under one test") from None
-    return verdict
+class _PairsRun:
+    """One run of a solution against pairs of input and output, in one sandbox after the other."""
 
+    def __init__(
+        self,
+        pool: SandboxPool,
+        tests: StdioTests | CallTests,
+        source: str,
+        test_s: float,
+        stop_at_failure: bool,
+        nice: int,
+    ) -> None:
+        self._pool, self._tests, self._source, self._test_s = pool, tests, source, test_s
+        self._stop_at_failure, self._nice = stop_at_failure, nice
+        # only time in a sandbox counts, never the host's own delay
+        self._left_s = pool.settings.submission_timeout_s
+        self._verdict, self._total = Verdict(), len(tests.inputs)
 
-def _run_in(
-    sandbox: Sandbox,
-    pool: SandboxPool,
-    tests: StdioTests | CallTests,
-    source: str,
-    budget: _Budget,
-    stop: bool,
-    nice: int,
-    verdict: Verdict,
-) -> bool:
-    """Run the remaining tests; return False if the rest needs another sandbox."""
-    total, again = len(tests.inputs), False
-    while (index := len(verdict.result)) < total:
-        limit_s = budget.next_limit()
-        if limit_s <= 0:
-            _fill(verdict, total, ERROR, "not run: the submission's time limit has passed")
-            return True
-        limits = job_limits(pool.settings, limit_s, nice, steps_back=not again)
-        outcome = sandbox.run(_job(tests, index, source), limits)
-        verdict.cpu_s += outcome.cpu_s
-        if was_starved(outcome, limit_s):
-            again = True  # a delay of the host: this run says nothing of the solution
+    def verdict(self) -> Verdict:
+        """Run every test that is to be run; a lost sandbox is replaced once for a test."""
+        lost = 0
+        while len(self._verdict.result) < self._total:
+            with self._pool.sandbox() as sandbox:
+                try:
+                    self._run_in(sandbox)
+                    lost = 0
+                except SandboxLost:
+                    lost += 1
+                    if lost == ATTEMPTS:
+                        words = f"a sandbox was lost {lost} times under one test"
+                        raise SandboxError(words) from None
+        return self._verdict
+
+    def _run_in(self, sandbox: Sandbox) -> None:
+        """Run the remaining tests, or one where the sandbox cannot be made like new."""
+        starved = False
+        while (index := len(self._verdict.result)) < self._total:
+            limit_s = max(0.0, min(self._test_s, self._left_s))
+            if limit_s == 0:
+                self._fill(ERROR, "not run: the submission's time limit has passed")
+                return
+            limits = job_limits(self._pool.settings, limit_s, self._nice, steps_back=not starved)
+            outcome = sandbox.run(_job(self._tests, index, self._source), limits)
+            self._verdict.cpu_s += outcome.cpu_s
+            starved = was_starved(outcome, limit_s)
+            if not starved:
+                self._left_s -= outcome.cpu_s if outcome.stepped_back else outcome.wall_s
+                self._judge(index, outcome, limit_s)
+            elif not sandbox.renews:
+                raise SandboxLost  # a delay of the host: this run says nothing of the solution
             if not sandbox.renews:
-                raise SandboxLost
-            continue
-        again = False
-        budget.spend(outcome.cpu_s if outcome.stepped_back else outcome.wall_s)
-        code, note = _judge(pool, tests, index, outcome, limit_s)
+                return
+
+    def _judge(self, index: int, outcome: Outcome, limit_s: float) -> None:
+        """Add the code of a test, and of those that it makes needless."""
+        code, note = _judge(self._pool, self._tests, index, outcome, limit_s)
         if code == COMPILE_ERROR:
-            _fill(verdict, total, COMPILE_ERROR, note)
-            return True
-        verdict.add(code, note, wall_s=round(outcome.wall_s, 4))
-        if stop and code != PASS:
-            _fill(verdict, total, ERROR, "not run: an earlier test failed")
-            return True
-        if not sandbox.renews:
-            return False
-    return True
+            self._fill(COMPILE_ERROR, note)
+            return
+        self._verdict.add(code, note, wall_s=round(outcome.wall_s, 4))
+        if self._stop_at_failure and code != PASS:
+            self._fill(ERROR, "not run: an earlier test failed")
+
+    def _fill(self, code: int, note: str) -> None:
+        while len(self._verdict.result) < self._total:
+            self._verdict.add(code, note)
 
 
 def was_starved(outcome: Outcome, limit_s: float) -> bool:
-    """Return whether a test that had stepped back was stopped before it had its processor time."""
+    """Whether a test that had stepped back was stopped before it had its processor time."""
     waited = outcome.stepped_back and not outcome.slept
     return outcome.stopped == "wall" and waited and outcome.cpu_s < 0.95 * limit_s
-
-
-def _fill(verdict: Verdict, total: int, code: int, note: str) -> None:
-    while len(verdict.result) < total:
-        verdict.add(code, note)
 
 
 def _job(tests: StdioTests | CallTests, index: int, source: str) -> dict[str, Any]:
@@ -193,7 +179,7 @@ def _ask(pool: SandboxPool, request: dict[str, Any], blobs: list[bytes]) -> dict
     """Return the referee's answer; a referee that ends or does not answer is a fault, never a zero."""
     for _ in range(ATTEMPTS):
         try:
-            with pool.referee(nice=sum(map(len, blobs)) > LARGE_BYTES) as referee:
+            with pool.referee() as referee:
                 return referee.ask(request, blobs)
         except SandboxLost:
             continue
