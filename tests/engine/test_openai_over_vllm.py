@@ -141,9 +141,9 @@ def test_the_server_refuses_weights_that_are_not_those_announced(
         loader = engine._loader
         assert isinstance(loader, VllmCalls)
         source = tiny.handle(1)
-        prepared = await loader.prepare(source, dict(tiny.fetch(tiny.handle(2))))
-        async with engine._holding(loader):
+        weights = dict(tiny.fetch(tiny.handle(2)))
+        async with loader.prepared(source, weights) as place, engine._holding(loader):
             with pytest.raises(HttpError, match="500"):
-                await loader.load(engine._server, prepared)
+                await loader.load(engine._server, source, place)
 
     loop.run(main())

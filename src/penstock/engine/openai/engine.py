@@ -44,7 +44,7 @@ from penstock.types import WeightHandle
 
 if TYPE_CHECKING:
     from penstock.config import Config
-    from penstock.engine.openai.server_weights import PreparedWeights, WeightLoader
+    from penstock.engine.openai.server_weights import WeightLoader, WeightPlace
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -353,22 +353,19 @@ class OpenAIEngine:
 
         async with self._updating:
             weights = await asyncio.to_thread(checked_weights, self._fetch, source)
-            prepared = await loader.prepare(source, weights)
-            try:
+            async with loader.prepared(source, weights) as place:
                 await self._watch()
                 async with self._holding(loader):
-                    await self._load(loader, prepared)
+                    await self._load(loader, source, place)
                     self._version, self._digest = version, source.digest
-            finally:
-                prepared.release()
         return source.digest
 
-    async def _load(self, loader: WeightLoader, prepared: PreparedWeights) -> None:
+    async def _load(self, loader: WeightLoader, source: WeightHandle, place: WeightPlace) -> None:
         """Load into the server; end the engine if it refuses, as its weights are unknown then."""
         try:
-            await loader.load(self._server, prepared)
+            await loader.load(self._server, source, place)
         except HttpError as error:
-            await self._end(f"weights {prepared.version} were not loaded: {error}")
+            await self._end(f"weights {source.version} were not loaded: {error}")
         if self._end_reason:
             raise EngineError(f"engine openai: {self._end_reason}")
 

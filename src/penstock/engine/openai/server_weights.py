@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
@@ -23,21 +24,7 @@ from penstock.types import WeightHandle
 from penstock.weights.mapped_files import FOLDER, share_weights
 
 Weights = dict[str, torch.Tensor]
-
-
-@dataclass(slots=True, kw_only=True)
-class PreparedWeights:
-    """Weights ready to be loaded; `weights` stay alive until the server has loaded them."""
-
-    version: int
-    digest: str
-    weights: Weights
-    info: dict[str, object]  # tells the server where the weights are
-    temporary: ScratchFolder | None = None
-
-    def release(self) -> None:
-        if self.temporary is not None:
-            self.temporary.remove()
+WeightPlace = dict[str, object]  # fields of a call that tell the server where the weights are
 
 
 class WeightLoader(Protocol):
@@ -45,10 +32,12 @@ class WeightLoader(Protocol):
 
     native_pause: bool  # the server's own pause holds running requests during a load
 
-    async def prepare(self, source: WeightHandle, weights: Weights) -> PreparedWeights:
-        """Do what can be done while requests run."""
+    def prepared(
+        self, source: WeightHandle, weights: Weights
+    ) -> AbstractAsyncContextManager[WeightPlace]:
+        """Do what can be done while requests run; yield where the server finds the weights."""
 
-    async def load(self, server: Server, prepared: PreparedWeights) -> None:
+    async def load(self, server: Server, source: WeightHandle, place: WeightPlace) -> None:
         """Load the weights into a server that is generating nothing."""
 
     async def holds(self, server: Server, version: int, digest: str) -> bool:
@@ -86,15 +75,13 @@ class ReloadCall:
     def __init__(self, folder: str, path: str) -> None:
         self._folder, self._path = WeightsFolder(folder), path
 
-    async def prepare(self, source: WeightHandle, weights: Weights) -> PreparedWeights:
-        info: dict[str, object] = {"model_path": str(await self._folder.write(source, weights))}
-        return PreparedWeights(
-            version=source.version, digest=source.digest, weights=weights, info=info
-        )
+    @asynccontextmanager
+    async def prepared(self, source: WeightHandle, weights: Weights) -> AsyncIterator[WeightPlace]:
+        yield {"model_path": str(await self._folder.write(source, weights))}
 
-    async def load(self, server: Server, prepared: PreparedWeights) -> None:
-        label = {"version": prepared.version, "digest": prepared.digest}
-        await server.post(self._path, {**prepared.info, **label})
+    async def load(self, server: Server, source: WeightHandle, place: WeightPlace) -> None:
+        label = {"version": source.version, "digest": source.digest}
+        await server.post(self._path, {**place, **label})
 
     async def holds(self, server: Server, version: int, digest: str) -> bool:
         return False
@@ -108,27 +95,23 @@ class VllmCalls:
     def __init__(self, folder: str) -> None:
         self._folder = WeightsFolder(folder) if folder else None
 
-    async def prepare(self, source: WeightHandle, weights: Weights) -> PreparedWeights:
-        info: dict[str, object] = {"digest": source.digest}
-        prepared = PreparedWeights(
-            version=source.version, digest=source.digest, weights=weights, info=info
-        )
+    @asynccontextmanager
+    async def prepared(self, source: WeightHandle, weights: Weights) -> AsyncIterator[WeightPlace]:
         if self._folder is not None:
-            info["folder"] = str(await self._folder.write(source, weights))
+            yield {"folder": str(await self._folder.write(source, weights))}
         elif source.kind == FOLDER:
-            info["folder"] = str(source.location)
+            yield {"folder": str(source.location)}
         else:
-            prepared.temporary = ScratchFolder.new("transfer", memory_folder())
-            file = prepared.temporary.path / "weights"
-            info["file"], info["entries"] = await asyncio.to_thread(
-                share_weights, source, weights, file, copy=False
-            )
-        return prepared
+            with ScratchFolder.new("transfer", memory_folder()) as folder:
+                file, entries = await asyncio.to_thread(
+                    share_weights, source, weights, folder / "weights", copy=False
+                )
+                yield {"file": file, "entries": entries}
 
-    async def load(self, server: Server, prepared: PreparedWeights) -> None:
-        label = _label(prepared.version, prepared.digest)
+    async def load(self, server: Server, source: WeightHandle, place: WeightPlace) -> None:
+        label = _label(source.version, source.digest)
         await server.post("/start_weight_update", {})
-        await server.post("/update_weights", {"update_info": prepared.info})
+        await server.post("/update_weights", {"update_info": {"digest": source.digest, **place}})
         await server.post("/finish_weight_update", {"weight_version": label})
 
     async def holds(self, server: Server, version: int, digest: str) -> bool:

@@ -91,9 +91,7 @@ class TransformersOptions:
     load: Load = field(default_factory=Load)
     threads: int = 1
     # [engine.options]
-    max_tokens_in_flight: int = (
-        0  # of prompts and responses; 0: as many as slots and memory can hold
-    )
+    max_tokens_in_flight: int = 0  # prompts and responses; 0: as slots and memory can hold
     prefill_rows: int = 0  # most prompt tokens to prefill in one step; 0: chosen by the device
     fuse: bool = True  # one matrix product for q, k, v and one for gate, up
     pack: bool = True  # on a CPU: keep a second copy of the weights in its library's layout
