@@ -354,7 +354,7 @@ class GroupRunner:
         """Land a claimed group; return True if it failed and its next try is due."""
         group = entry.group
         try:
-            is_refused = await self._is_refused(ctx, group)
+            is_refused = await self._is_refused(group)
             if group.status is Status.FAILED and failures < self._settings.max_tries:
                 await self._count_failure(ctx, group)
                 await self._back_off(failures)
@@ -371,7 +371,7 @@ class GroupRunner:
             if entry.is_claimed:
                 self._remove(entry)
 
-    async def _is_refused(self, ctx: ProduceContext, group: Group) -> bool:
+    async def _is_refused(self, group: Group) -> bool:
         """Ask the validity rule, once and only for completed groups; its errors fail the group."""
         if group.status is not Status.COMPLETED:
             return False
@@ -398,7 +398,7 @@ class GroupRunner:
         if entry is None or entry.group is not group or not self._claim(entry):
             return False  # a pause has given up on the group and put it back
         try:
-            is_refused = await self._is_refused(ctx, group)
+            is_refused = await self._is_refused(group)
             if group.status is Status.FAILED and not self._is_tail(group):
                 await self._count_failure(ctx, group)
                 group.abort_unfinished()

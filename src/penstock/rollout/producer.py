@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from penstock.data.sampler import PromptsExhausted, Sampler
@@ -164,7 +163,8 @@ class Producer:
         self._stopping = False
         self._ended = False
         self._fault: BaseException | None = None
-        self._waiting_for: dict[str, tuple[str, float]] = {}  # who -> (what, since)
+        self._step_waits_for = ""  # what the next step still needs, while it waits
+        self._step_since = 0.0  # when that wait began
         self._idle_since: float | None = None
         self._idle_s = 0.0
         self._pause_s = 0.0  # since the metrics were read
@@ -276,7 +276,7 @@ class Producer:
         task.idle(seen)
         self._measure_idle_time()
         who = f"produce {task.name}"
-        with self._waiting(who, what), self._waits.wait(who, WaitKind.WAIT, what):
+        with self._waits.wait(who, WaitKind.WAIT, what):
             await self._changed.wait_after(seen)
         task.idle(None)
         self._measure_idle_time()
@@ -318,7 +318,7 @@ class Producer:
         self._halt(True)
         self._interrupt()
         what = "the groups that were aborted" if abort else "the groups in flight"
-        with self._waiting("update", what), self._waits.wait("update", WaitKind.WAIT, what):
+        with self._waits.wait("update", WaitKind.WAIT, what):
             pauses = (
                 task.strategy.pause_produce(task.ctx)
                 if abort
@@ -348,13 +348,12 @@ class Producer:
             allowed = self.progress.next_consumer_step
             raise UserError(f"take_batch: got step {step}, allowed: {allowed}")
         resumed, self._resumed_batch = self._resumed_batch, None
-        if resumed is not None:
-            self.progress.finish_consume(
-                step, {}
-            )  # its groups were counted when they were restored
+        if resumed is not None:  # its groups were counted when they were restored
+            self.progress.finish_consume(step, {})
             self._changed.notify()
             return resumed
         shares = self._shares.at(step)
+        self._step_since = self._clock()
         while True:
             seen = self._changed.count
             self._raise_fault()
@@ -364,8 +363,9 @@ class Producer:
             if self._changed.count != seen:
                 continue  # a group expired in the meantime
             self._raise_if_hopeless(step, shares)
-            with self._waiting(f"step {step}", missing):
-                await self._changed.wait_after(seen)
+            self._step_waits_for = missing
+            await self._changed.wait_after(seen)
+        self._step_waits_for = ""
         groups = [
             group for task in self._tasks for group in task.take(step, shares.get(task.name, 0))
         ]
@@ -417,15 +417,6 @@ class Producer:
 
     # -- display ------------------------------------------------------------------------------
 
-    @contextmanager
-    def _waiting(self, who: str, what: str) -> Iterator[None]:
-        since = self._waiting_for.get(who, (what, self._clock()))[1]
-        self._waiting_for[who] = (what, since)
-        try:
-            yield
-        finally:
-            self._waiting_for.pop(who, None)
-
     def snapshot(self) -> ProducerSnapshot:
         """Return the counts of groups by state, and the open waits with their durations."""
         now = self._clock()
@@ -433,10 +424,7 @@ class Producer:
         shares = self._shares.at(self.progress.next_consumer_step)
         return ProducerSnapshot(
             tasks=tuple(task.snapshot() for task in self._tasks),
-            waits=tuple(
-                ProducerWait(who=who, what=what, seconds=now - since)
-                for who, (what, since) in self._waiting_for.items()
-            ),
+            waits=tuple(self._open_waits(now)),
             producer_wait_s=self._idle_s + idle_now,
             next_step=self.progress.next_consumer_step,
             model_version=self.model_version,
@@ -446,6 +434,16 @@ class Producer:
             ),
             batch_size=self._groups_per_step,
         )
+
+    def _open_waits(self, now: float) -> Iterator[ProducerWait]:
+        """Yield what the next step, the tasks and a pause wait for."""
+        if self._step_waits_for:
+            who = f"step {self.progress.next_consumer_step}"
+            yield ProducerWait(who=who, what=self._step_waits_for, seconds=now - self._step_since)
+        lanes = {"update", *(f"produce {task.name}" for task in self._tasks)}
+        for wait in self._waits.open.values():
+            if wait.lane in lanes:
+                yield ProducerWait(who=wait.lane, what=wait.detail, seconds=now - wait.since)
 
     def read_metrics(self) -> dict[str, float]:
         """Return the metrics of the producing side since the last call, before any filter."""

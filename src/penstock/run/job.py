@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -152,9 +152,16 @@ async def open_job(
         doubts: list[str] = []  # told when the tracker is there
         asking = (*config.tasks.values(), *config.eval.tasks.values())
         endpoint = await serve_agents(asking, closing)
-        source = await _producer(
-            config, data, workers, base.journal, total_steps, closing, endpoint, doubts
+        parts = _TaskParts(
+            config=config,
+            data=data,
+            workers=workers,
+            journal=base.journal,
+            endpoint=endpoint,
+            closing=closing,
+            note=doubts.append,
         )
+        source = await _producer(parts, total_steps)
         eval_tasks = _eval_tasks(config, data, base.waits, closing, endpoint)
         overlaps = await left_behind(lambda: _overlaps(data, eval_tasks))
         job = join_parts(
@@ -385,26 +392,27 @@ async def check_agents(config: Config) -> dict[str, list[CheckResult]]:
     }
 
 
-async def _producer(
-    config: Config,
-    data: RunData,
-    workers: Workers,
-    journal: Journal,
-    total_steps: int,
-    closing: AsyncExitStack,
-    endpoint: Endpoint | None,
-    notes: list[str],
-) -> Producer:
-    """Build the producer; add to `notes` what the user should know of it."""
+@dataclass(slots=True, frozen=True, kw_only=True)
+class _TaskParts:
+    """What the training tasks of a run are built from."""
+
+    config: Config
+    data: RunData
+    workers: Workers
+    journal: Journal
+    endpoint: Endpoint | None  # of agents
+    closing: AsyncExitStack
+    note: Callable[[str], None]  # what the user should know of a task
+
+
+async def _producer(parts: _TaskParts, total_steps: int) -> Producer:
+    config = parts.config
     buffer = ReplayBuffer(max_groups_per_task=config.produce.max_buffered_groups)
     return Producer(
-        tasks=[
-            await _task(config, name, data, workers, journal, buffer, closing, endpoint, notes)
-            for name in config.tasks
-        ],
+        tasks=[await _task(parts, name, buffer) for name in config.tasks],
         replay_buffer=buffer,
-        journal=journal,
-        waits=workers.events.waits,
+        journal=parts.journal,
+        waits=parts.workers.events.waits,
         progress=ProduceProgress.build(list(config.tasks)),
         groups_per_step=config.train.groups_per_step,
         sync_weights_interval=config.sync.every_steps,
@@ -412,52 +420,31 @@ async def _producer(
     )
 
 
-async def _task(
-    config: Config,
-    name: str,
-    data: RunData,
-    workers: Workers,
-    journal: Journal,
-    buffer: ReplayBuffer,
-    closing: AsyncExitStack,
-    endpoint: Endpoint | None,
-    notes: list[str],
-) -> ProduceTask:
+async def _task(parts: _TaskParts, name: str, buffer: ReplayBuffer) -> ProduceTask:
+    config, dataset = parts.config, parts.data.train[name]
     produce = config.task_produce(name)
     settings = strategy_config(produce, _validity(config, produce.is_valid_sample))
-    sampling = _with_anneal_steps(config, name, len(data.train[name]))
-    agent_loop = await _agent_loop(
-        config, name, sampling, data, workers, journal, closing, endpoint, notes
-    )
+    sampling = _with_anneal_steps(config, name, len(dataset))
     return ProduceTask(
         name=name,
         weight=config.tasks[name].weight,
         strategy=settings.build(sync_weights_interval=config.sync.every_steps),
-        agent_loop=agent_loop,
+        agent_loop=await _agent_loop(parts, name, sampling),
         sampler=Sampler(
-            data.train[name],
+            dataset,
             task_name=name,
             prompt_repeat_k=sampling.num_generations,
             seed=config.seed,
             replay_buffer=buffer,
         ),
-        num_skipped_long=data.train[name].num_skipped_long,
+        num_skipped_long=dataset.num_skipped_long,
     )
 
 
-async def _agent_loop(
-    config: Config,
-    name: str,
-    sampling: SamplingConfig,
-    data: RunData,
-    workers: Workers,
-    journal: Journal,
-    closing: AsyncExitStack,
-    endpoint: Endpoint | None,
-    notes: list[str],
-) -> AgentLoop:
+async def _agent_loop(parts: _TaskParts, name: str, sampling: SamplingConfig) -> AgentLoop:
     """Return the agent loop of a task, with its rewards: here, or in actors of its own."""
-    task, is_chat = config.tasks[name], data.train[name].is_chat
+    task, is_chat = parts.config.tasks[name], parts.data.train[name].is_chat
+    workers, journal, closing = parts.workers, parts.journal, parts.closing
     if task.agent_actors and workers.start_agent is not None:
         remote = await workers.start_agent(workers, name, sampling, is_chat)
         closing.push_async_callback(remote.close)
@@ -476,11 +463,11 @@ async def _agent_loop(
         sampling,
         engine=cast(InferenceEngine, workers.engine),
         reward=reward,
-        chat=data.chat,
+        chat=parts.data.chat,
         recorder=journal,
-        endpoint=endpoint,
-        positions=context_length(config.model.path),
-        note=notes.append,
+        endpoint=parts.endpoint,
+        positions=context_length(parts.config.model.path),
+        note=parts.note,
         interrupted=None
         if task.agent == "single_turn"
         else Interrupted(calls=journal.interrupted_calls(), tools=journal.interrupted_tools()),
@@ -495,7 +482,7 @@ def _with_anneal_steps(config: Config, task: str, prompts: int) -> SamplingConfi
     sampling = config.task_sampling(task)
     if not sampling.anneal.episodes:
         return sampling
-    total = sum(one.weight for one in config.tasks.values())
+    total = sum(table.weight for table in config.tasks.values())
     share = config.train.groups_per_step * config.tasks[task].weight / total
     steps = math.ceil(sampling.anneal.episodes * prompts / share) if share else 0
     anneal = sampling.anneal.model_copy(update={"steps": steps, "episodes": 0.0})
