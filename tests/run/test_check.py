@@ -190,7 +190,7 @@ def test_a_slow_machine_samples_fewer_and_shorter_responses_in_a_check(
     monkeypatch.setattr(check, "time", SimpleNamespace(monotonic=lambda: now[0]))
     sampling = SamplingConfig(num_generations=8, max_tokens=512)
     engine: Any = Engine()
-    found, seconds = asyncio.run(check._bearable(engine, sampling, np.arange(4), 3))
+    found, seconds = asyncio.run(check.bearable_sampling(engine, sampling, np.arange(4), 3))
     assert (found.num_generations, found.max_tokens) == kept
     assert seconds == pytest.approx(512 * second_per_token)  # as the run samples
 

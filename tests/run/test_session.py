@@ -18,7 +18,7 @@ from penstock import cli
 from penstock.errors import StopRequested
 from penstock.run import job
 from penstock.run.run_data import RunData
-from penstock.run.session import _tuned_interpreter
+from penstock.run.session import tuned_interpreter
 from penstock.workers.processes import local
 from stages.tiny_run import TINY
 
@@ -37,7 +37,7 @@ def unfrozen(count_frozen: None) -> Iterator[None]:
 @pytest.mark.usefixtures("unfrozen")
 def test_objects_of_before_a_run_stay_out_of_its_collections_and_come_back() -> None:
     before = gc.get_threshold()
-    with _tuned_interpreter():
+    with tuned_interpreter():
         assert gc.get_freeze_count() > 1000
         assert gc.get_threshold() > before
     assert gc.get_freeze_count() == 0
@@ -48,7 +48,7 @@ def test_objects_of_before_a_run_stay_out_of_its_collections_and_come_back() -> 
 def test_what_the_program_around_a_run_froze_stays_frozen() -> None:
     gc.freeze()
     made = [object() for _ in range(10)], {}
-    with _tuned_interpreter():
+    with tuned_interpreter():
         assert any(one is made for one in gc.get_objects())  # of a run: not frozen
         assert gc.get_freeze_count() > 1000
     assert gc.get_freeze_count() > 1000

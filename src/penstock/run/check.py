@@ -170,7 +170,9 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
         for name, dataset in data.train.items():
             task, whole = config.tasks[name], config.task_sampling(name)
             prompts = each * len(data.train)
-            sampling, seconds = await _bearable(engine, whole, dataset[0].token_ids, prompts)
+            sampling, seconds = await bearable_sampling(
+                engine, whole, dataset[0].token_ids, prompts
+            )
             seen.whole_s = max(seen.whole_s, seconds)
             if sampling is not whole:
                 seen.cut[name] = sampling
@@ -205,7 +207,7 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
             seen.measured, seen.sampling_s = await _generate(agents, range(each, each + more))
 
 
-async def _bearable(
+async def bearable_sampling(
     engine: InferenceEngine, sampling: SamplingConfig, prompt_ids: np.ndarray, prompts: int
 ) -> tuple[SamplingConfig, float]:
     """Return the sampling, and the seconds that it takes for so many prompts at once.

@@ -213,14 +213,19 @@ def join_parts(
     *,
     facts: dict[str, str],
     start_report: Sequence[str] = (),
+    tracker: Fanout | None = None,
 ) -> Job:
-    """Add what every run has: the tracker, then checkpoints, evaluations and logs."""
+    """Add what every run has: the tracker, then checkpoints, evaluations and logs.
+
+    tracker: in the place of those that the config names.
+    """
     status, note = Status(source), base.notes.add
     base.newest_version.follow(source.weights_updated)
     findings = LiveFindings(
         folder, config, total_steps, note=note, last_failure=status.last_failure
     )
-    tracker = _tracker(config, folder, base.journal, total_steps, status, findings)
+    if tracker is None:
+        tracker = _tracker(config, folder, base.journal, total_steps, status, findings)
     closing.callback(tracker.close)
     base.notes.listen(tracker.note)
     timeline = TimelineLog(folder.path / "timeline", base.waits, note)

@@ -190,7 +190,7 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
                 raise StopRequested(_STOPPED_EARLY)
             before = job.journal.last_committed_step()
             await closing.enter_async_context(job.watched())
-            closing.enter_context(_tuned_interpreter())
+            closing.enter_context(tuned_interpreter())
             if config.launch.kind == "ray":
                 job.tracker.note(job.workers.description)
             last = "saving a checkpoint; press Ctrl-C again to stop without it"
@@ -223,7 +223,7 @@ def _describe_start(config: Config, is_fork: bool) -> str:
 
 
 @contextmanager
-def _tuned_interpreter() -> Iterator[None]:
+def tuned_interpreter() -> Iterator[None]:
     """Collect cyclic garbage less often, and let threads wait less for the interpreter lock.
 
     Thousands of rollouts a second trigger collections, which took a third of the driver's time; the

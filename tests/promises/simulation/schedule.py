@@ -130,7 +130,7 @@ def installed(world: World) -> Iterator[None]:
         (session, "write_report", lambda folders: None),
         (session, "print_summary", lambda *args, **kwargs: None),
         (session, "keep_trainer_alive", now_training),
-        (session, "_tuned_interpreter", contextlib.nullcontext),  # garbage is collected in between
+        (session, "tuned_interpreter", contextlib.nullcontext),  # garbage is collected in between
         (SimWriter, "world", world),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]

@@ -11,7 +11,7 @@ import pytest
 
 from penstock import cli
 from penstock.errors import UserError
-from penstock.run.twin.fit import _Call, _fit_decode, _replay, fit, read_profile, read_recording
+from penstock.run.twin.fit import Call, fit, fit_decode, read_profile, read_recording, replay
 from penstock.run.twin.plan import check
 from penstock.run.twin.profile import DecodeModel, Profile
 from penstock.run.twin.simulate import simulate
@@ -50,14 +50,14 @@ def test_the_fit_finds_the_speed_of_an_engine_at_which_calls_wait_for_slots() ->
     """The median call lasts twice as long as it decodes; from there a fit went 7 % astray."""
     true = DecodeModel(step_s=0.08, row_s=5e-5, prefill_s=0.002, slots=32)
     starts = [0.0] * 24 + [6.2] * 8 + [3.2 * turn for turn in range(3, 9) for _ in range(8)]
-    calls = [_Call(start, start, (40, 40, 40, 40)) for start in starts]
-    parts = _replay(calls, true)
+    calls = [Call(start, start, (40, 40, 40, 40)) for start in starts]
+    parts = replay(calls, true)
     seconds = parts @ np.array([true.step_s, true.row_s, true.prefill_s])
     lane = [
         replace(call, end=call.start + float(took))
         for call, took in zip(calls, seconds, strict=True)
     ]
-    assert _fit_decode([lane], 32).seconds(32) == pytest.approx(true.seconds(32), rel=0.01)
+    assert fit_decode([lane], 32).seconds(32) == pytest.approx(true.seconds(32), rel=0.01)
 
 
 def read_recording_of(run: Path):  # type: ignore[no-untyped-def]

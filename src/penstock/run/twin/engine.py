@@ -227,7 +227,7 @@ class ModelledEngine:
             call.answer.set_result(None)
 
     def _segments(self, tokens: int) -> tuple[VersionSegment, ...]:
-        """Return the versions under which the last `tokens` decode steps were done.
+        """The versions under which the last `tokens` decode steps were done.
 
         Steps since a switch are rounded, never those between two: their sum would give a response an
         older version than any that its engine had.

@@ -58,7 +58,7 @@ class Recording:
 
 
 def read_profile(path: str) -> Profile:
-    """Return the profile of a run folder, or of a file that `--save-profile` wrote."""
+    """The profile of a run folder, or of a file that `--save-profile` wrote."""
     if Path(path).is_file() and Path(path).suffix == ".json":
         return Profile.from_json(Path(path).read_bytes(), path)
     folder = find(path)
@@ -92,7 +92,7 @@ def read_recording(folder: RunFolder) -> Recording:
 
 
 def fit(recording: Recording, name: str) -> Profile:
-    """Return the profile of what was recorded."""
+    """The profile of what was recorded."""
     config = recording.config
     updates = recording.calls(WaitKind.TRAIN, "trainer")
     if not recording.groups or not updates:
@@ -148,7 +148,7 @@ def _seconds(events: Iterable[Event]) -> list[float]:
 
 
 def _around(recording: Recording, updates: list[Event]) -> tuple[list[float], list[float]]:
-    """Return the loop's seconds from each batch to its update, and from an update to the next wait."""
+    """The loop's seconds from each batch to its update, and from an update to the next wait."""
     waits = [
         e for e in recording.calls(WaitKind.WAIT, "loop") if e.detail.startswith("groups of step")
     ]
@@ -167,7 +167,7 @@ def _around(recording: Recording, updates: list[Event]) -> tuple[list[float], li
 
 
 def _publications(recording: Recording, updates: list[Event]) -> list[float]:
-    """Return the seconds in which the trainer published weights, for each update."""
+    """The seconds in which the trainer published weights, for each update."""
     published = []
     events = recording.calls(WaitKind.PUBLISH, "trainer")
     for number, update in enumerate(updates):
@@ -205,16 +205,16 @@ def _fit_train(recording: Recording, updates: list[Event]) -> TrainModel:
 
 
 @dataclass(slots=True, frozen=True)
-class _Call:
+class Call:
     start: float
     end: float
     lengths: tuple[int, ...]
 
 
 def _fit_engines(recording: Recording) -> tuple[DecodeModel, dict[str, DecodeModel]]:
-    """Return the model of an engine as [engine] says (or of all, without such), and of each other kind."""
+    """The model of an engine as [engine] says (or of all, without such), and of each other kind."""
     config = recording.config
-    lanes: dict[str, list[list[_Call]]] = defaultdict(list)
+    lanes: dict[str, list[list[Call]]] = defaultdict(list)
     slots: dict[str, int] = {}
     for lane, calls in _calls_of_engines(recording).items():
         number = int(lane.rpartition("-")[2])
@@ -224,15 +224,15 @@ def _fit_engines(recording: Recording) -> tuple[DecodeModel, dict[str, DecodeMod
         slots[name] = config.of_engine(number).engine.max_slots or 64
     if not lanes:
         raise UserError("--profile: got no generate call of a group, allowed: a run that trained")
-    models = {name: _fit_decode(engines, slots[name]) for name, engines in lanes.items()}
+    models = {name: fit_decode(engines, slots[name]) for name, engines in lanes.items()}
     usual = models.pop("", None)
     if usual is None:
         every = [engine for engines in lanes.values() for engine in engines]
-        usual = _fit_decode(every, max(slots.values()))
+        usual = fit_decode(every, max(slots.values()))
     return usual, models
 
 
-def _fit_decode(lanes: list[list[_Call]], slots: int) -> DecodeModel:
+def fit_decode(lanes: list[list[Call]], slots: int) -> DecodeModel:
     """Find the parameters of equal engines by replaying their calls.
 
     In a replay each call lasts through so many decode steps, rows of these steps and prefills: the
@@ -246,7 +246,7 @@ def _fit_decode(lanes: list[list[_Call]], slots: int) -> DecodeModel:
         parameters = np.maximum(wanted, _LEAST)
         step_s, row_s, prefill_s = map(float, parameters)
         model = DecodeModel(step_s=step_s, row_s=row_s, prefill_s=prefill_s, slots=slots)
-        parts = np.concatenate([_replay(engine, model) for engine in lanes])
+        parts = np.concatenate([replay(engine, model) for engine in lanes])
         return _Replayed(
             float(np.abs(parts @ parameters - seconds).sum()), parameters, parts, model
         )
@@ -255,14 +255,14 @@ def _fit_decode(lanes: list[list[_Call]], slots: int) -> DecodeModel:
     only_steps = np.array([pace, 0.0, 0.0])
     best = min(
         (replayed(only_steps * _APART**-power) for power in range(_STARTS)),
-        key=lambda replay: replay.error,
+        key=lambda outcome: outcome.error,
     )
     apart = _APART
     for _ in range(_ROUNDS):
         apart = math.sqrt(apart)
         scales = np.array([apart, 1.0, 1.0]), np.array([1 / apart, 1.0, 1.0])
         near = (replayed(best.parameters * scale) for scale in scales)
-        best = min(best, *near, key=lambda replay: replay.error)
+        best = min(best, *near, key=lambda outcome: outcome.error)
     share = 1.0  # of the way to what the replay asks for
     for _ in range(_ROUNDS):
         wanted = _not_negative(best.parts, seconds)
@@ -282,7 +282,7 @@ class _Replayed:
 
 
 def _not_negative(parts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return the least squares solution without negative parameters, of as few of them as explain the seconds.
+    """The least squares solution without negative parameters, of as few of them as explain the seconds.
 
     Where rows hardly differ between calls, nothing tells what a row costs: then a decode step takes the
     same for all.
@@ -297,8 +297,8 @@ def _not_negative(parts: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     return best
 
 
-def _calls_of_engines(recording: Recording) -> dict[str, list[_Call]]:
-    """Return the generate calls of each engine with the lengths of their responses.
+def _calls_of_engines(recording: Recording) -> dict[str, list[Call]]:
+    """The generate calls of each engine with the lengths of their responses.
 
     A group's first reward is asked for when its call has ended: that tells whose call it was. A call of
     no group, of an evaluation, counts as one response of the usual length.
@@ -310,11 +310,11 @@ def _calls_of_engines(recording: Recording) -> dict[str, list[_Call]]:
     known = [length for group in recording.groups.values() for length in group.lengths]
     usual = (max(1, round(sum(known) / len(known))),)
     ended = deque(sorted(recording.calls(WaitKind.GENERATE, "engine"), key=lambda call: call.end))
-    lanes: dict[str, list[_Call]] = defaultdict(list)
+    lanes: dict[str, list[Call]] = defaultdict(list)
 
     def take(lengths: tuple[int, ...]) -> None:
         event = ended.popleft()
-        lanes[event.lane].append(_Call(event.start, event.end, lengths))
+        lanes[event.lane].append(Call(event.start, event.end, lengths))
 
     for at, group in sorted((at, group) for group, at in scored.items()):
         while ended and ended[0].end < at - _SCORED_WITHIN_S:
@@ -326,7 +326,7 @@ def _calls_of_engines(recording: Recording) -> dict[str, list[_Call]]:
     return {lane: sorted(calls, key=lambda call: call.start) for lane, calls in lanes.items()}
 
 
-def _replay(calls: Sequence[_Call], model: DecodeModel) -> np.ndarray:
+def replay(calls: Sequence[Call], model: DecodeModel) -> np.ndarray:
     """Return for each call of an engine how many decode steps, rows and prefills it lasted in a replay."""
     rows, begin = Rows(model), calls[0].start
     first = np.zeros((len(calls), 3))

@@ -171,6 +171,7 @@ class ModelledJournal:
     def drawn(self, *_: Any, **__: Any) -> None: ...
 
     retried = expired = dropped = record_published = record_confirmed = drawn
+    sync = prune_payloads = drawn
 
     async def begin_step(self, step: int, groups: Sequence[Group]) -> None:
         for group in groups:

@@ -47,7 +47,7 @@ class Check:
 
     @property
     def error(self) -> float:
-        """Return the relative error; of a share, the difference."""
+        """The relative error; of a share, the difference."""
         if self.is_share:
             return self.predicted - self.real
         return self.predicted / self.real - 1 if self.real else 0.0
@@ -109,7 +109,7 @@ def _expanded(variations: Sequence[str]) -> Iterator[list[str]]:
 
 
 def split_configs(config: Config, gpus: int) -> list[Config]:
-    """Return the config with so many GPUs for ranks and the others for engines, evenly over what is possible."""
+    """The config with so many GPUs for ranks and the others for engines, evenly over what is possible."""
     if gpus < 2:
         raise UserError(
             f"--nodes: got {gpus} GPU to split, allowed: at least 2 (on one, launch.colocate=true)"
@@ -125,7 +125,7 @@ def split_configs(config: Config, gpus: int) -> list[Config]:
 
 
 def parse_nodes(text: str) -> int:
-    """Return the GPUs of NODESxGPUS, such as 8x8."""
+    """The GPUs of NODESxGPUS, such as 8x8."""
     nodes, times, gpus = text.partition("x")
     try:
         count = int(nodes) * (int(gpus) if times else 1)
@@ -161,7 +161,7 @@ def check(run: str, profile: Profile) -> list[Check]:
 
 
 def measured(recording: Recording) -> tuple[float, float, float]:
-    """Return a run's seconds from its first request to its last update, and the idle shares of both sides."""
+    """A run's seconds from its first request to its last update, and the idle shares of both sides."""
     requests = recording.calls(WaitKind.GENERATE, "engine")
     updates = recording.calls(WaitKind.TRAIN, "trainer")
     if not requests or not updates:

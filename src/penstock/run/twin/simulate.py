@@ -25,8 +25,7 @@ from penstock.config import Config, LaunchConfig, SamplingConfig
 from penstock.data.sampler import Sampler
 from penstock.engine.protocol import InferenceEngine
 from penstock.errors import UserError
-from penstock.inspection.findings.live import LiveFindings
-from penstock.inspection.track.logs import Notes, RolloutLog, TimelineLog
+from penstock.inspection.track.logs import JsonlTracker, Notes
 from penstock.inspection.track.trackers import Fanout
 from penstock.rollout import (
     IsValidSample,
@@ -37,10 +36,9 @@ from penstock.rollout import (
     strategy_config,
 )
 from penstock.rollout.agent.single_turn import SingleTurn
-from penstock.rollout.evaluation.background import Evaluations
 from penstock.rollout.evaluation.evaluate import EvalTask
-from penstock.run.foundation import NewestVersion, Status
-from penstock.run.job import Job
+from penstock.run.foundation import Foundation, NewestVersion
+from penstock.run.job import join_parts
 from penstock.run.loop import Loop
 from penstock.run.twin.engine import ModelledEngine
 from penstock.run.twin.parts import (
@@ -54,7 +52,6 @@ from penstock.run.twin.parts import (
 )
 from penstock.run.twin.profile import Profile, kind_name
 from penstock.run.twin.virtual_time import VirtualClock
-from penstock.store.checkpoint import CheckpointStore
 from penstock.store.run_folder import RunFolder
 from penstock.training.algo.method import run_settings
 from penstock.training.algo.settings import keep_group
@@ -248,12 +245,12 @@ class _Twin:
     """One simulated run: modelled engines, trainer, rewards and journal; every other part is a run's."""
 
     def __init__(self, config: Config, profile: Profile) -> None:
-        self._config, self._profile = config, profile
+        track = config.track.model_copy(update={"rollouts_every_steps": 0})  # keeps no samples
+        self._config, self._profile = config.model_copy(update={"track": track}), profile
         self._recorded = {name: _recorded(config, profile, name) for name in config.tasks}
         self._driver = DriverTime(profile)
         self._trainer = ModelledTrainer(profile, config.launch.num_consumers)
         self._journal = ModelledJournal(profile, self._measure)
-        self._newest_version = NewestVersion()
         self._source: Producer
         self._started_at = loop_time()
         self.engines = self._engines()
@@ -264,36 +261,22 @@ class _Twin:
         self, folder: RunFolder, steps: int, all_steps: int, closing: AsyncExitStack
     ) -> None:
         """Train `steps` updates; the producer works for `all_steps`."""
-        workers = await self._launch(steps)
+        base = self._foundation()
+        workers = await self._launch(base.events, steps)
         closing.push_async_callback(workers.close)
         self._source = self._producer(workers, all_steps)
-        self._newest_version.follow(self._source.weights_updated)
-        job = Job(  # nothing is told to anybody
-            config=self._config,
-            folder=folder,
-            total_steps=steps,
-            workers=workers,
-            source=self._source,
-            status=Status(self._source),
-            notes=Notes(lambda text: None),
-            newest_version=self._newest_version,
-            journal=cast(Any, self._journal),
-            checkpoints=CheckpointStore(folder.checkpoints, self._config.checkpoint),
-            evaluations=Evaluations(
-                tasks=self._eval_tasks(),
-                folder=folder.evaluations,
-                engine=workers.engine,
-                waits=workers.events.waits,
-                log=lambda step, metrics: None,
-                note=lambda text: None,
-                set_aside=workers.set_aside,
-            ),
-            rollout_log=RolloutLog(folder.path / "rollouts.jsonl", every_steps=0, num_groups=0),
-            findings=LiveFindings(folder, self._config, steps),
-            timeline=TimelineLog(folder.path / "timeline", Waits()),  # of no wait
-            tracker=Fanout({}),
+        job = join_parts(
+            self._config,
+            folder,
+            base,
+            workers,
+            self._source,
+            steps,
+            closing,
+            self._eval_tasks(),
+            facts={},
+            tracker=Fanout({"console": JsonlTracker(folder.metrics)}),  # tells nobody
         )
-        closing.push_async_callback(job.checkpoints.settle)
         self._started_at = loop_time()
         await Loop(job).run()
         self.left_over = sum(task.buffered for task in self._source.snapshot().tasks)
@@ -335,20 +318,26 @@ class _Twin:
             for number, (first, size) in enumerate(packed)
         ]
 
-    async def _launch(self, steps: int) -> Workers:
+    def _foundation(self) -> Foundation:
+        notes, newest_version = Notes(lambda text: None), NewestVersion()
+        events = SupervisionCallbacks(
+            waits=Waits(), note=notes.add, first_loaded=newest_version.advance
+        )
+        return Foundation(
+            notes=notes,
+            waits=Waits(),  # other than those of the workers: no timeline is written
+            journal=cast(Any, self._journal),
+            newest_version=newest_version,
+            events=events,
+        )
+
+    async def _launch(self, events: SupervisionCallbacks, steps: int) -> Workers:
         """Start the modelled parts, as a launcher starts real ones."""
         config = self._config
-        callbacks = SupervisionCallbacks(
-            waits=Waits(),
-            note=lambda line: None,
-            first_loaded=self._newest_version.advance,
-            confirmed=partial(self._journal.record_confirmed, "engine"),
-            replaced=self._journal.record_published,
-        )
 
         def supervised(name: str, part: Any) -> Supervised:
             spawn = partial(ThreadWorker.start, name, lambda: part)
-            return Supervised(name, spawn, config.launch, callbacks)
+            return Supervised(name, spawn, config.launch, events)
 
         engines = [supervised(f"engine-{n}", engine) for n, engine in enumerate(self.engines)]
         trainer = supervised("trainer", self._trainer)
@@ -362,7 +351,7 @@ class _Twin:
             trainer,
             engines,
             nothing,
-            callbacks,
+            events,
             "virtual",
             publishes=colocated_publishes(config, steps),
             settings=config.engine.model_copy(update={"max_slots": 0}),  # ask each engine
