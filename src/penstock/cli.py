@@ -19,7 +19,8 @@ from rich.text import Text
 
 from penstock import __version__
 from penstock.config import Config, Section
-from penstock.config.source import explain, load_config
+from penstock.config.mistakes import explain
+from penstock.config.source import load_config
 from penstock.errors import PenstockError, StopRequested, UserError
 from penstock.files import console, say
 from penstock.inspection.dashboard.command import dashboard
@@ -438,7 +439,7 @@ def config(
 ) -> None:
     """Print every setting as TOML that can be used again: meaning, allowed values, where it came from."""
     from penstock.config.doubts import doubts
-    from penstock.config.listing import config_lines
+    from penstock.config.source import config_lines
 
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides)

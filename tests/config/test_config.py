@@ -10,9 +10,9 @@ import pytest
 
 from penstock.config import Config
 from penstock.config.doubts import doubts
-from penstock.config.listing import config_lines
-from penstock.config.source import LoadedConfig, load_config, to_toml, valid_keys, validate
-from penstock.config.unknown_keys import FOREIGN, REMOVED
+from penstock.config.foreign_words import COMMON
+from penstock.config.mistakes import REMOVED, valid_keys
+from penstock.config.source import LoadedConfig, config_lines, load_config, to_toml, validate
 from penstock.errors import UserError
 from penstock.run import preflight
 
@@ -44,7 +44,7 @@ def write(tmp_path: Path, text: str) -> Path:
 
 
 def test_keys_that_scripts_rely_on_exist() -> None:
-    assert set(PROMISED_KEYS) <= set(valid_keys())
+    assert set(PROMISED_KEYS) <= set(valid_keys(Config))
 
 
 def test_every_field_has_a_line_of_doc() -> None:
@@ -54,8 +54,8 @@ def test_every_field_has_a_line_of_doc() -> None:
 
 
 def test_words_of_other_systems_lead_to_keys_that_exist() -> None:
-    assert set(FOREIGN.values()) <= set(valid_keys())
-    assert not set(FOREIGN) & {key.rsplit(".")[-1] for key in valid_keys()}
+    assert set(COMMON.values()) <= set(valid_keys(Config))
+    assert not set(COMMON) & {key.rsplit(".")[-1] for key in valid_keys(Config)}
 
 
 def overrides_with(pattern: str) -> list[str]:
@@ -69,7 +69,7 @@ def overrides_with(pattern: str) -> list[str]:
 
 @pytest.mark.parametrize("pattern", REMOVED)
 def test_a_removed_key_is_answered_with_what_to_do_instead(pattern: str) -> None:
-    assert not [key for key in valid_keys() if fnmatchcase(key, pattern)]
+    assert not [key for key in valid_keys(Config) if fnmatchcase(key, pattern)]
     for override in overrides_with(pattern):
         with pytest.raises(UserError) as caught:
             load_config(None, [override])
@@ -98,6 +98,9 @@ def test_the_resolved_tree_survives_toml() -> None:
         (["train.learning_rate=1"], ["unknown key 'train.learning_rate'", "mean train.lr?"]),
         (["learning_rate=1"], ["unknown key 'learning_rate'", "did you mean train.lr?"]),
         (["epochs=2"], ["did you mean train.episodes?"]),
+        (["rollout.gpu_memory_utilization=0.5"], ["mean engine.options.gpu_memory_utilization?"]),
+        (["rollout.n=8"], ["did you mean sampling.num_generations?"]),
+        (["rollout.temperature=1.0"], ["did you mean sampling.temperature?"]),
         (["algorithm.kl_coef=0.1"], ["did you mean algorithm.kl_beta?"]),
         (["trainer.total_epochs=1"], ["'trainer.total_epochs'", "mean train.episodes?"]),
         (["train.group_per_step=1"], ["did you mean train.groups_per_step?"]),

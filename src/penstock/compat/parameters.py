@@ -92,8 +92,6 @@ def _eval_tasks(
     """
     names = ("rewards", "system_prompt", "max_prompt_tokens", "chat_template_kwargs")
     shared = {name: train[name] for name in names if name in train}
-    if sampling := arguments["eval_generation_config"]:
-        shared["sampling"] = _sampling("eval_generation_config", sampling)
     tables = {}
     for task, source in (arguments["eval_dataset_config"] or {}).items():
         fields = {"path": source} if isinstance(source, str) else source
@@ -131,6 +129,10 @@ SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "anneal_temperature_to": ("sampling.anneal", lambda end: {"end": end, "episodes": 1.0}),
     "n_behind": ("produce.max_staleness", _same),
     "lr": ("train.lr", _same),
+    "eval_generation_config": (
+        "eval.sampling",
+        lambda fields: _sampling("eval_generation_config", fields),
+    ),
     "eval_interval": ("eval.every_steps", lambda steps: max(0, steps)),
     "save_interval": ("checkpoint.every_steps", _same),
     "log_rollout_interval": ("track.rollouts_every_steps", _same),

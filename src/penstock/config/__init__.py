@@ -1,29 +1,33 @@
 """The settings of a run: one typed tree, read from a TOML file and `key=value` overrides.
 
-`tree.py`, `producing.py` and `launching.py` declare every key, `source.py` reads files and overrides,
-`changes.py` decides which keys a resumed run may change. A new key goes into its table and is read
-where it acts. Nothing here builds a part or imports torch.
+`sections.py` declares every key, `tree.py` the whole, `source.py` reads files and overrides, `mistakes.py`
+words what is wrong, `changes.py` decides which keys a resumed run may change. A new key goes into its table
+and is read where it acts. Nothing here builds a part or imports torch.
 """
 
 from __future__ import annotations
 
-from penstock.config.launching import LaunchConfig, RayOptions
-from penstock.config.producing import AnnealConfig, ProduceConfig, ProduceSettings, SamplingConfig
-from penstock.config.section import Section
-from penstock.config.tree import (
+from penstock.config.sections import (
     AlgorithmConfig,
+    AnnealConfig,
     CheckpointConfig,
-    Config,
     CorrectionConfig,
     EngineConfig,
     EvalConfig,
     EvalTaskConfig,
+    LaunchConfig,
     LoraConfig,
     ModelConfig,
     ParallelConfig,
+    ProduceConfig,
+    ProducerKindConfig,
+    ProduceSettings,
     PtxConfig,
+    RayOptions,
     RewardConfig,
     RunConfig,
+    SamplingConfig,
+    Section,
     SyncConfig,
     TaskConfig,
     TaskDataConfig,
@@ -31,6 +35,7 @@ from penstock.config.tree import (
     TrainConfig,
     WatchdogConfig,
 )
+from penstock.config.tree import Config
 
 __all__ = [
     "AlgorithmConfig",
@@ -47,6 +52,7 @@ __all__ = [
     "ParallelConfig",
     "ProduceConfig",
     "ProduceSettings",
+    "ProducerKindConfig",
     "PtxConfig",
     "RayOptions",
     "RewardConfig",

@@ -1,4 +1,4 @@
-"""Read a config: a TOML file, then `key.sub=value` overrides; and write it back as TOML.
+"""A config as text: read a TOML file and `key.sub=value` overrides, write TOML, list every setting.
 
 Returns the validated tree and the origin of every value. Each mistake is a `UserError` of one line: the
 key, what was given, what is allowed, and the nearest valid key for a misspelt one.
@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import re
 import tomllib
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic.fields import FieldInfo
 
 from penstock.config import Config
+from penstock.config.mistakes import explain
 from penstock.config.secrets import refuse_secrets
-from penstock.config.section import allowed, key_of
-from penstock.config.unknown_keys import nearest_key, removed_key
 from penstock.errors import UserError
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # TOML takes none of them as they are
-_KEY_GOT = re.compile(r"([\w.\[\]]+) got ")
 DEMO_CONFIG = Path(__file__).parent / "demo" / "demo.toml"
 
 
@@ -84,11 +84,11 @@ def validate(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise UserError(explain(error)) from None
+        raise UserError(explain(error, Config, of_a_run=True)) from None
 
 
 def to_toml(config: Config) -> str:
-    """Return the resolved config as TOML, for the run folder; `listing.py` prints it for people."""
+    """Return the resolved config as TOML, for the run folder; `config_lines` is for people."""
     return "\n".join(_toml_lines(config.model_dump(mode="json"), prefix="")) + "\n"
 
 
@@ -139,51 +139,6 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-def explain(error: ValidationError, tree: type[BaseModel] = Config) -> str:
-    """Return the first mistake in one line: the key, what was given, what is allowed in the tree."""
-    return _explain(error.errors()[0], tree)
-
-
-def _explain(error: ErrorDetails, tree: type[BaseModel]) -> str:
-    key = key_of(error)
-    if error["type"] == "extra_forbidden":
-        return _unknown_key(key, error["input"], tree)
-    if error["type"] != "value_error":
-        return f"{key}: got {error['input']!r}, allowed: {allowed(error)}"
-    message = error["msg"].removeprefix("Value error, ")
-    if below := _KEY_GOT.match(message):  # of a check of the whole table: say its key first
-        place = f"{key}.{below[1]}".removeprefix(".")
-        return f"{place}: {message[below.end(1) + 1 :]}"
-    return f"{key}: {message}" if key else message
-
-
-def _unknown_key(key: str, value: Any, tree: type[BaseModel]) -> str:
-    if tree is Config and (answer := removed_key(key)):
-        return answer
-    valid = list(valid_keys(tree))
-    if isinstance(value, dict) and len(value) == 1:  # a table that is not known, with one key
-        key = f"{key}.{next(_leaves(value))[0]}"
-    near = nearest_key(key, valid, with_foreign=tree is Config)
-    hint = f"; did you mean {near}?" if near else ""
-    words = "a key that `penstock config` lists" if tree is Config else ", ".join(valid)
-    return f"unknown key {key!r}, allowed: {words}{hint}"
-
-
-def valid_keys(tree: type[BaseModel] = Config) -> Iterator[str]:
-    """Yield every dotted key of the tree; a named table shows as `tasks.NAME.field`."""
-    yield from _model_keys(tree, "")
-
-
-def _model_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        yield f"{prefix}{name}"
-        for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                outer = get_origin(field.annotation)
-                middle = "[0]." if outer is list else ".NAME." if outer is dict else "."
-                yield from _model_keys(kind, f"{prefix}{name}{middle}")
-
-
 def _toml_lines(table: dict[str, Any], prefix: str) -> Iterator[str]:
     for key, value in table.items():
         if not isinstance(value, dict) and value is not None:
@@ -224,3 +179,64 @@ def toml_value(value: Any) -> str:
     raise UserError(
         f"settings: got {value!r}, allowed: a text, a number, a boolean, or a list or dict of these"
     )
+
+
+# ---- penstock config
+
+
+def config_lines(loaded: LoadedConfig, only: str = "") -> Iterator[str]:
+    """Yield the lines of the config; `only` keeps settings whose key or doc has these words."""
+    tree = loaded.config.model_dump(mode="json")
+    yield from _lines(loaded.config, tree, "", loaded, only.lower())
+
+
+def _lines(
+    section: BaseModel, tree: dict[str, Any], prefix: str, loaded: LoadedConfig, only: str
+) -> Iterator[str]:
+    own, below = list[str](), list[str]()
+    for name, field in type(section).model_fields.items():
+        value, key = getattr(section, name), f"{prefix}{name}"
+        if isinstance(value, BaseModel):
+            below += _lines(value, tree[name], f"{key}.", loaded, only)
+        elif _is_table_of_sections(value):
+            for item, inner in value.items():
+                table = f"{key}.{toml_key(item)}."
+                below += _lines(inner, tree[name][item], table, loaded, only)
+        elif only in key.lower() or only in (field.description or "").lower():
+            own += _setting(name, tree[name], field, loaded.origin(key))
+    if own and prefix:
+        yield f"[{prefix.removesuffix('.')}]"
+    yield from own
+    yield from below
+
+
+def _is_table_of_sections(value: object) -> bool:
+    items = value.values() if isinstance(value, dict) else ()
+    return bool(items) and all(isinstance(item, BaseModel) for item in items)
+
+
+def _setting(name: str, value: Any, field: FieldInfo, origin: str) -> Iterator[str]:
+    doc = " ".join((field.description or "").split())
+    allowed = _allowed(field)
+    yield f"# {doc}{f' Allowed: {allowed}.' if allowed else ''} ({origin})"
+    yield f"# {name} = (not set)" if value is None else f"{name} = {toml_value(value)}"
+    yield ""
+
+
+def _allowed(field: FieldInfo) -> str:
+    """Return the values that a field takes, if its type limits them."""
+    kinds = [field.annotation]
+    if get_origin(field.annotation) in (Union, types.UnionType):
+        kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)]
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            return " | ".join(str(value) for value in get_args(kind))
+        if kind is bool:
+            return "true | false"
+    words = {Ge: "at least {}", Gt: "above {}", Le: "at most {}", Lt: "below {}"}
+    bounds = []
+    for bound in field.metadata:
+        for kind, text in words.items():
+            if isinstance(bound, kind):
+                bounds.append(text.format(f"{getattr(bound, kind.__name__.lower()):g}"))
+    return ", ".join(bounds)

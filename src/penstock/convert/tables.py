@@ -1,4 +1,4 @@
-"""What each word of another system means here: the rows of `systems/SYSTEM.csv`.
+"""What each word of another system means here: the rows of `config/systems/SYSTEM.csv`.
 
 A row has a word, our key, the translation of the value, and a note that is written beside it. A row without
 a key has no counterpart; its note says why. A row without a word is a default of theirs that differs from
@@ -8,14 +8,13 @@ ours and so must be written down. A translation is a name of `TRANSLATIONS`, or 
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
-SYSTEMS = ("trl", "verl", "openrlhf", "colossalai", "xtuner")
+from penstock.config.foreign_words import SYSTEMS, rows
+
 TASK, EVAL = "tasks.train", "eval.tasks.heldout"
 
 
@@ -104,24 +103,17 @@ def _default(text: str) -> Any:
         return text
 
 
-def _rows(system: str) -> list[dict[str, str]]:
-    text = (files(__package__) / "systems" / f"{system}.csv").read_text("utf-8")
-    return list(csv.DictReader(text.splitlines()))
-
-
 WORDS = {
     system: {
         row["word"]: Rule(row["key"], row["value"], row["note"])
-        for row in _rows(system)
+        for row in rows(system)
         if row["word"]
     }
     for system in SYSTEMS
 }
 DEFAULTS = {  # key, value, note
     system: [
-        (row["key"], _default(row["value"]), row["note"])
-        for row in _rows(system)
-        if not row["word"]
+        (row["key"], _default(row["value"]), row["note"]) for row in rows(system) if not row["word"]
     ]
     for system in SYSTEMS
 }

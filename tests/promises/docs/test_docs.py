@@ -31,7 +31,8 @@ import pytest
 from penstock import cli
 from penstock.config import Config, plugins
 from penstock.config.demo import policy_path
-from penstock.config.source import DEMO_CONFIG, load_config, valid_keys, validate
+from penstock.config.mistakes import valid_keys
+from penstock.config.source import DEMO_CONFIG, load_config, validate
 from penstock.convert.tables import WORDS
 from penstock.engine.openai.engine import OpenAIOptions
 from penstock.engine.transformers.options import TransformersOptions
@@ -424,7 +425,7 @@ def script_options(script: Path) -> set[str]:
 
 def check_key(key: str) -> None:
     """Check one dotted key of the config; `tasks.NAME` and `rewards[]` stand for any, `*` for all."""
-    valid = set(valid_keys())
+    valid = set(valid_keys(Config))
     if key.endswith(".*"):
         assert any(name.startswith(key[:-1]) for name in valid), f"no key {key}"
         return
@@ -495,7 +496,7 @@ def words_of(file: Path) -> set[str]:
 
 
 def test_tables_of_keys_and_options_name_what_exists() -> None:
-    leaves = {key.rsplit(".", 1)[-1] for key in valid_keys()}
+    leaves = {key.rsplit(".", 1)[-1] for key in valid_keys(Config)}
     checked = 0
     for path in PAGES:
         for table in read_page(path).tables:

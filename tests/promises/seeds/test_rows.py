@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.source import valid_keys
+from penstock.config import Config
+from penstock.config.mistakes import valid_keys
 from penstock.rollout.progress import EVENTS
 from stages.command_line import commands
 
@@ -32,7 +33,7 @@ def test_a_row_names_what_exists(row: dict[str, str]) -> None:
     assert name in functions_of(path)
     kind, _, rest = row["here"].partition(" ")
     if kind == "key":
-        assert rest in set(valid_keys())
+        assert rest in set(valid_keys(Config))
     elif kind == "command":
         assert rest.removeprefix("penstock ") in commands()
     elif kind == "metric":

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from pydantic import TypeAdapter
 
-from penstock.config import Config
-from penstock.config.launching import ProducerKindConfig
+from penstock.config import Config, ProducerKindConfig
 from penstock.errors import UserError
 
 LOSS_PER_DOUBLING = 0.05  # assumed: twice the ranks train 5 % less than twice as fast

@@ -1,0 +1,150 @@
+"""What is said of a mistake in a config: one line with the key, what was given and what is allowed.
+
+A key that does not exist may be one that was removed, a word of another system, or misspelt; each has its
+own answer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from penstock.config.foreign_words import key_of_word
+
+_KEY_GOT = re.compile(r"([\w.\[\]]+) got ")
+_PLAIN = {  # what pydantic says -> what a reader of TOML knows
+    "a valid dictionary": "a table",
+    "a valid list": "a list",
+    "a valid number": "a number",
+    "a valid integer": "a whole number",
+    "a valid string": "a text",
+    "a valid boolean": "true or false",
+}
+_RAY_NAMES = "by Ray's own names: num_cpus, num_gpus, accelerator_type, label_selector, resources"
+_LONG_PROMPTS = "leave it out: prompts above max_prompt_tokens are left out and counted"
+# Keys that were removed (`*` stands for any text), and what to do instead.
+REMOVED = {
+    "*produce.failure_window": "leave it out: max_failure_share is taken over the last 32 attempts",
+    "*produce.retry_backoff_s": "leave it out: the first retry waits 0.1 s, each further one twice as long",
+    "*produce.max_refused_in_a_row": "leave it out: the run stops after 1000 refused groups in a row",
+    "train.max_bad_updates": "leave it out: the run stops after 3 skipped updates in a row",
+    "launch.restart_window_s": "leave it out: launch.max_restarts counts over the last 600 s",
+    "sync.backend": "leave it out: weights go from node to node over TCP",
+    "launch.producers": f"write launch.ray_options.producers, {_RAY_NAMES}",
+    "launch.consumers": f"write launch.ray_options.consumers, {_RAY_NAMES}",
+    "launch.agents": f"write launch.ray_options.agents, {_RAY_NAMES}",
+    "launch.producer_kinds.place": f"write ray_options in its place, {_RAY_NAMES}",
+    "tasks.*.long_prompts": _LONG_PROMPTS,
+    "eval.tasks.*.long_prompts": _LONG_PROMPTS,
+    "engine.max_tokens_in_flight": "write engine.options.max_tokens_in_flight, of the transformers engine",
+    "eval.num_generations": "write eval.sampling.num_generations",
+    "eval.temperature": "write eval.sampling.temperature",
+    "eval.top_p": "write eval.sampling.top_p",
+    "eval.max_tokens": "write eval.sampling.max_tokens",
+    "run.group": "write track.wandb.group",
+    "run.tags": "write track.wandb.tags",
+    "track.project": "write track.wandb.project",
+    "track.rollouts_per_log": "leave it out: 4 groups are written each time; `penstock rollouts` shows all",
+}
+
+
+def explain(error: ValidationError, tree: type[BaseModel], *, of_a_run: bool = False) -> str:
+    """The first mistake in one line: the key, what was given, what is allowed in the tree.
+
+    of_a_run: the tree is that of a run, where removed keys and words of other systems are known.
+    """
+    first = error.errors()[0]
+    key = key_of(first)
+    if first["type"] == "extra_forbidden":
+        answer = removed_key(key) if of_a_run else ""
+        return answer or _unknown_key(key, first["input"], list(valid_keys(tree)), of_a_run)
+    if first["type"] != "value_error":
+        return f"{key}: got {first['input']!r}, allowed: {allowed(first)}"
+    message = first["msg"].removeprefix("Value error, ")
+    if below := _KEY_GOT.match(message):  # of a check of the whole table: say its key first
+        place = f"{key}.{below[1]}".removeprefix(".")
+        return f"{place}: {message[below.end(1) + 1 :]}"
+    return f"{key}: {message}" if key else message
+
+
+def _unknown_key(key: str, value: Any, valid: list[str], of_a_run: bool) -> str:
+    while isinstance(value, dict) and len(value) == 1:  # a table that is not known, with one key
+        ((name, value),) = value.items()
+        key = f"{key}.{name}"
+    near = nearest_key(key, valid, with_foreign=of_a_run)
+    hint = f"; did you mean {near}?" if near else ""
+    words = "a key that `penstock config` lists" if of_a_run else ", ".join(valid)
+    return f"unknown key {key!r}, allowed: {words}{hint}"
+
+
+def valid_keys(tree: type[BaseModel]) -> Iterator[str]:
+    """Every dotted key of the tree; a named table shows as `tasks.NAME.field`."""
+    yield from _model_keys(tree, "")
+
+
+def _model_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                outer = get_origin(field.annotation)
+                middle = "[0]." if outer is list else ".NAME." if outer is dict else "."
+                yield from _model_keys(kind, f"{prefix}{name}{middle}")
+
+
+# ---- keys that do not exist
+
+
+def removed_key(key: str) -> str:
+    """What to do instead of a key that was removed; empty if it was not."""
+    name = re.sub(r"\[\d+\]", "", key)  # of a list, whichever of its tables
+    advice = (advice for pattern, advice in REMOVED.items() if fnmatchcase(name, pattern))
+    return next((f"{key}: this key was removed; {text}" for text in advice), "")
+
+
+def nearest_key(key: str, valid: Sequence[str], *, with_foreign: bool) -> str:
+    """The valid key that an unknown one probably means; empty if none is near."""
+    last = key.rsplit(".", 1)[-1]
+    same_name = [other for other in valid if other.rsplit(".", 1)[-1] == last]
+    if with_foreign and not same_name and (ours := key_of_word(last.lower())):
+        return ours
+    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5) or same_name
+    return near[0] if near else ""
+
+
+# ---- a mistake as pydantic reports it
+
+
+def key_of(error: ErrorDetails) -> str:
+    """Return the dotted key that the error is about, such as `launch.producer_kinds[0].count`."""
+    path = (part for part in error["loc"] if part != "[key]")  # pydantic marks a wrong key so
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).removeprefix(".")
+
+
+def allowed(error: ErrorDetails) -> str:
+    """Return what is allowed where the error is."""
+    words = error["msg"].removeprefix("Input should be ")
+    for theirs, ours in _PLAIN.items():
+        if words.startswith(theirs):  # what follows says how it failed: the value is in the line
+            return ours
+    return words
+
+
+def first_mistake(error: ValidationError, table: type[BaseModel], place: str) -> str:
+    """Return the first mistake in the table at `place`: its key, what was given, what is allowed."""
+    first = error.errors()[0]
+    if first["type"] == "value_error":
+        return f"{place}.{first['msg'].removeprefix('Value error, ')}"
+    key, said = f"{place}.{key_of(first)}", allowed(first)
+    if first["type"] == "extra_forbidden":
+        if answer := removed_key(key):
+            return answer
+        said = f"the keys {', '.join(table.model_fields)}"
+    return f"{key} got {first['input']!r}, allowed: {said}"

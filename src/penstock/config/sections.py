@@ -1,0 +1,594 @@
+"""Every table of the config: its keys, their types, their defaults and their docs.
+
+`penstock config` prints the doc under each field. `tree.py` puts the tables together. Imports pydantic,
+nothing heavy.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, Self, TypeVar, get_args
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from penstock.config.mistakes import first_mistake
+
+_LABEL = r"[\w.-]+"
+_LABELS = re.compile(rf"!?({_LABEL}|in\(\s*{_LABEL}(\s*,\s*{_LABEL})*\s*\))")  # as Ray reads them
+
+
+class Section(BaseModel):
+    """One table of the config: refuses unknown keys, takes each field's doc from the string below it."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        frozen=True,
+        allow_inf_nan=False,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_no_switch_for_a_number(cls, given: Any) -> Any:
+        for name, value in given.items() if isinstance(given, dict) else ():
+            field = cls.model_fields.get(name)
+            if isinstance(value, bool) and field is not None:
+                kinds = (field.annotation, *get_args(field.annotation))
+                if (int in kinds or float in kinds) and bool not in kinds:
+                    raise ValueError(f"{name} got {value}, allowed: a number")
+        return given
+
+
+S = TypeVar("S", bound=Section)
+
+
+def overlay(base: S, fields: dict[str, Any], key: str) -> S:
+    """Return the table with these fields laid over it; `key` is where they were given."""
+    if not fields:
+        return base
+    try:
+        return type(base).model_validate({**base.model_dump(), **fields})
+    except ValidationError as error:
+        raise ValueError(first_mistake(error, type(base), key)) from None
+
+
+class RunConfig(Section):
+    dir: str = "runs"
+    """Folder that holds run folders, relative to the current directory."""
+    name: str = ""
+    """Name of the run folder; empty: made from the tasks, the algorithm and the time."""
+    allow_network_disk: bool = False
+    """Allow a run folder on a network file system; safe only if one machine opens the run."""
+
+
+class LoraConfig(Section):
+    rank: int = Field(0, ge=0)
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: float = Field(32.0, gt=0)
+    """Scale of the adapters."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on the adapters' input."""
+    target_modules: list[str] = []
+    """Linear layers that get adapters, by the last parts of their names; empty: all of them but the head."""
+
+
+class ModelConfig(Section):
+    path: str = "demo"
+    """Folder or hub name of a transformers causal LM, or `demo`: the small policy that ships."""
+    tokenizer: str = ""
+    """Folder or hub name of the tokenizer; empty: the model's own."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of generation and training; auto: float32 on a CPU, bfloat16 on a GPU. See docs/precision.md."""
+    device: str = "auto"
+    """auto | cpu | cuda | cuda:N."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    lora: LoraConfig = LoraConfig()
+    """Low-rank adapters instead of full fine-tuning."""
+
+
+class RewardConfig(Section):
+    type: str = "think_answer_tags"
+    """A built-in reward, `module:function`, or `path/to/file.py:function`."""
+    weight: float = 1.0
+    """Factor of this reward in the task's sum."""
+    options: dict[str, Any] = {}
+    """Settings of this reward; see docs/rewards.md."""
+
+
+class TaskDataConfig(Section):
+    """Settings that training and evaluation tasks share: prompts, rewards, sampling."""
+
+    data: str = "addition"
+    """A file (JSONL, JSON, CSV, Parquet, .gz), folder, glob or hub name, a built-in task, or `reasoning_gym:NAME`."""
+    data_options: dict[str, Any] = {}
+    """Options of a built-in or generated dataset (size, range, seed), or split (a folder, a hub name), config, revision."""
+    columns: dict[str, str] = {}
+    """Which field of a record is the prompt, the answer or another field: { prompt = "problem", gt_answer = "a.b" }."""
+    rewards: list[RewardConfig] = [RewardConfig()]
+    """Rewards of a response; their weighted sum is its reward."""
+    system_prompt: str = ""
+    """System message for prompts that have none."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as enable_thinking; an evaluation task inherits them like its system_prompt."""
+    max_prompt_tokens: int = Field(2048, ge=1)
+    """Longest prompt in tokens; longer ones are left out and counted."""
+    sampling: dict[str, Any] = {}
+    """Fields of [sampling] that differ for this task."""
+    agent: str = "single_turn"
+    """How a rollout is made: single_turn, or your own `file.py:function` of (task, model); see docs/agents.md."""
+    agent_options: dict[str, Any] = {}
+    """Options of the agent: max_turns, timeout_s, ..., and those that your function takes."""
+
+
+class TaskConfig(TaskDataConfig):
+    weight: float = Field(1.0, ge=0)
+    """Share of this task in every batch, relative to the other tasks; remainders are carried over."""
+    agent_actors: int = Field(0, ge=0)
+    """Ray actors that run the task's agent loop and its rewards; needs launch.kind = "ray". 0: they run in the driver."""
+    produce: dict[str, Any] = {}
+    """Fields of [produce] that differ for this task."""
+
+
+class AnnealConfig(Section):
+    end: float | None = None
+    """Temperature at the end of the annealing; None: no annealing."""
+    steps: int = Field(0, ge=0)
+    """Steps over which the temperature moves linearly from sampling.temperature to `end`."""
+    episodes: float = Field(0.0, ge=0)
+    """The same in passes over the task's prompts instead of steps."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if self.steps and self.episodes:
+            raise ValueError(
+                f"got steps {self.steps} and episodes {self.episodes:g}, allowed: one of them"
+            )
+        return self
+
+
+class SamplingConfig(Section):
+    num_generations: int = Field(8, ge=1)
+    """Responses per prompt: the size of a group."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature. The trainer computes log-probs at each rollout's own temperature."""
+    top_k: int = Field(0, ge=0)
+    """Sample among the k most likely tokens; 0: all."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample among the most likely tokens whose probabilities sum to this; 1: all."""
+    min_tokens: int = Field(0, ge=0)
+    """Fewest tokens of a response."""
+    max_tokens: int = Field(256, ge=1)
+    """Most tokens of a response."""
+    stop: list[str] = []
+    """Strings that end a response."""
+    anneal: AnnealConfig = AnnealConfig()
+    """Temperature annealing."""
+
+    @property
+    def cuts_tokens(self) -> bool:
+        """Whether some tokens are never sampled, so that the trainer's distribution is another one."""
+        return self.top_k > 0 or self.top_p < 1
+
+
+RUN_AHEAD = (  # settings of [produce] that have no meaning with strategy sync
+    "max_staleness",
+    "over_sample_threshold",
+    "enable_partial_rollout",
+    "tail_batch_trigger_size",
+)
+
+
+class ProduceSettings(Section):
+    """Settings that a produce strategy reads."""
+
+    strategy: str = "async"
+    """async: generate ahead of the trainer as far as max_staleness allows; sync: one batch per step; `module:Class`: your own subclass of penstock.rollout.ProduceStrategy."""
+    max_staleness: int = Field(1, ge=0)
+    """Sync periods that a sample's oldest token may be behind when it is trained; 0: on-policy."""
+    over_sample_threshold: float = Field(0.0, ge=0)
+    """Extra groups to generate, as a share of the task's batch."""
+    enable_partial_rollout: bool = False
+    """Continue a response that sync.on_update = "abort" has stopped from its tokens, instead of from its prompt."""
+    tail_batch_trigger_size: int = Field(0, ge=0)
+    """Collect this many expired groups, then generate them in one call of their own; 0: retry them at once."""
+    max_tries: int = Field(3, ge=1)
+    """Failures after which a group is dropped; aborts or expiries after which steps wait for it."""
+    max_failure_share: float = Field(0.5, gt=0, le=1)
+    """Share of failures among the last 32 attempts above which the run stops."""
+    pause_timeout_s: float = Field(60.0, gt=0)
+    """Longest wait for running groups when generation is paused."""
+
+    @field_validator("strategy")
+    @classmethod
+    def _check_strategy(cls, name: str) -> str:
+        if name not in ("async", "sync") and ":" not in name:
+            raise ValueError(f"got {name!r}, allowed: 'async' or 'sync', or your own module:Class")
+        return name
+
+    @model_validator(mode="after")
+    def _refuse_run_ahead(self) -> Self:
+        """Refuse what strategy sync would ignore; the default of max_staleness is for async."""
+        fields = type(self).model_fields
+        for name in RUN_AHEAD if self.strategy == "sync" else ():
+            value = getattr(self, name)
+            if value and value != fields[name].default:
+                raise ValueError(
+                    f"{name} got {value!r} with strategy sync, allowed: {type(value)(0)!r}"
+                )
+        return self
+
+    @property
+    def staleness_bound(self) -> int:
+        """`max_staleness`; 0 with strategy sync."""
+        return 0 if self.strategy == "sync" else self.max_staleness
+
+
+_FUNCTIONS = {
+    "is_valid_sample_fn": "is_valid_sample",
+    "should_continue_fn": "should_continue",
+}
+
+
+class ProduceConfig(ProduceSettings):
+    max_buffered_groups: int = Field(0, ge=0)
+    """Most completed groups of a task in the replay buffer; 0: as many as staleness allows."""
+    is_valid_sample: str = ""
+    """Validity rule, `module:function`: gets a finished group's rollouts, returns whether to keep it."""
+    should_continue: str = ""
+    """Continue rule, `module:function`: gets the completed groups and the batch size, returns whether to launch more;
+    empty: until the batch is full."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_names_of_functions(cls, given: Any) -> Any:
+        """Accept the names that the Python configs have: is_valid_sample_fn, should_continue_fn."""
+        return (
+            {_FUNCTIONS.get(k, k): v for k, v in given.items()}
+            if isinstance(given, dict)
+            else given
+        )
+
+
+class EngineConfig(Section):
+    name: str = "transformers"
+    """transformers | vllm | openai | `module:Class`."""
+    max_slots: int = Field(0, ge=0)
+    """Most requests that one engine decodes together; 0: 64 on a CPU, chosen from memory and load on a GPU."""
+    threads: int = Field(1, ge=1)
+    """CPU threads of an engine process; with 1 a rollout has the same bits in any batch."""
+    update: Literal["together", "rolling"] = "together"
+    """together: all engines load new weights at once; rolling: one after another while the others serve."""
+    options: dict[str, Any] = {}
+    """Settings of the chosen engine; see docs/engines.md."""
+
+    @property
+    def servers(self) -> list[str]:
+        """The servers of an openai engine; empty for other engines, and for its one default server."""
+        urls = self.options.get("urls") if self.name == "openai" else None
+        return urls if isinstance(urls, list) else []
+
+
+class CorrectionConfig(Section):
+    kind: Literal[
+        "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "auto"
+    """Importance correction for the gap between the behaviour policy and the trainer; auto: the algorithm's own,
+    else token_truncate with decoupled, another engine than transformers, top_k or top_p, else none."""
+    cap: float = Field(2.0, gt=0)
+    """Largest importance weight (truncate) or the bound past which tokens are masked (mask)."""
+    floor: float = Field(0.0, ge=0)
+    """Smallest importance weight that is not masked (mask kinds)."""
+
+
+class AlgorithmConfig(Section):
+    name: str = "grpo"
+    """grpo | dapo | rloo | reinforce_pp | reinforce_pp_baseline | dr_grpo | gspo | cispo | reinforce | `module:Class`."""
+    clip_low: float | None = Field(None, ge=0)
+    """Lower clip of the ratio, 1 - this; None: the algorithm's own."""
+    clip_high: float | None = Field(None, ge=0)
+    """Upper clip of the ratio, 1 + this; None: the algorithm's own."""
+    dual_clip: float | None = Field(None, ge=0)
+    """Most that a negative advantage may cost, as a multiple of it, above 1; 0: off; None: the algorithm's own."""
+    aggregation: Literal["token", "sequence", "constant"] | None = None
+    """How token losses become one number; None: the algorithm's own."""
+    baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] | None = None
+    """Baseline that is subtracted from the rewards; None: the algorithm's own."""
+    normalize: Literal["group", "batch", "none"] | None = None
+    """Whose standard deviation divides the advantage; None: the algorithm's own."""
+    kl_in: Literal["loss", "reward", "none"] | None = None
+    """Where the KL term goes; None: the algorithm's own."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] | None = None
+    """Estimator of the KL divergence; k3_weighted: k3 times the ratio, in the loss only; None: the algorithm's own."""
+    kl_beta: float | None = Field(None, ge=0)
+    """Coefficient of the KL term; 0 loads no reference model; None: the algorithm's own."""
+    mask_truncated: bool | None = None
+    """Leave responses that hit max_tokens out of the loss; None: the algorithm's own."""
+    filter_groups: bool | None = None
+    """Dynamic sampling: refuse groups that are all right or all wrong; None: the algorithm's own."""
+    overlong_penalty: float | None = Field(None, ge=0)
+    """Weight of the soft overlong punishment; None: the algorithm's own."""
+    decoupled: bool = False
+    """Clip against the trainer's own log-probs before the update, not those of the rollout."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Importance correction against the behaviour policy."""
+
+    @field_validator("dual_clip")
+    @classmethod
+    def _check_dual_clip(cls, value: float | None) -> float | None:
+        if value is not None and 0 < value <= 1:
+            raise ValueError(f"got {value}, allowed: 0 (off), or above 1")
+        return value
+
+
+class PtxConfig(Section):
+    coefficient: float = Field(0.0, ge=0, le=1)
+    """c in (1-c) policy loss + c cross-entropy on `data`; 0: off."""
+    data: str = ""
+    """JSONL text stream with a `text` or `messages` field."""
+    sequences_per_step: int = Field(8, ge=1)
+    """Texts added to every update."""
+    max_tokens: int = Field(512, ge=2)
+    """Longest text in tokens; a longer one is cut at its end."""
+
+
+class ParallelConfig(Section):
+    tensor: int = Field(1, ge=1)
+    """Ranks that share every matrix of a layer (tensor parallel); needs a model with a tensor-parallel plan."""
+    pipeline: int = Field(1, ge=1)
+    """Ranks that share the layers (pipeline parallel): each has some of them, and packs flow through."""
+    context: int = Field(1, ge=1)
+    """Ranks that share the tokens of every pack (context parallel), for sequences too long for one rank."""
+    zero: Literal[1, 2, 3] = 3
+    """What data-parallel ranks share by FSDP2; 1: masters and moments; 2: gradients too; 3: the weights too."""
+
+    @property
+    def copies(self) -> int:
+        """Ranks that work on the same groups."""
+        return self.tensor * self.context * self.pipeline
+
+    def data_index(self, rank: int, world: int) -> int:
+        """Return which share of a batch's groups a rank works on.
+
+        Ranks are counted along the axes pipeline, data, context, tensor; the last one is the innermost.
+        """
+        return rank // (self.tensor * self.context) % (world // self.copies)
+
+
+class TrainConfig(Section):
+    steps: int | None = Field(None, ge=1)
+    """Updates in the whole run; give this or episodes."""
+    episodes: float | None = Field(None, gt=0)
+    """Passes over the training prompts, as ceil(episodes x prompts / groups_per_step) steps; give this or steps.
+    Groups that are refused (dynamic sampling) or dropped are drawn in addition."""
+    groups_per_step: int = Field(32, ge=1)
+    """Prompts per update."""
+    mini_batches: int = Field(1, ge=1)
+    """Optimizer steps per batch, on groups chosen by seed, step and epoch; must divide groups_per_step."""
+    num_epochs: int = Field(1, ge=1)
+    """Passes over one batch."""
+    micro_batch_tokens: int = Field(0, ge=0)
+    """Most tokens of one forward pass (a longer sequence goes alone); 0: 2048 on a CPU, chosen from the free memory on a GPU."""
+    lr: float = Field(1e-6, gt=0)
+    """Learning rate after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises from 0."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Learning rate at the end of linear and cosine, as a share of lr."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW weight decay."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW averaging factors."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Largest norm of the gradient; a larger gradient is scaled down to it."""
+    masters: Literal["dithered", "plain"] = "dithered"
+    """Where float32 masters of bfloat16 or float16 weights start; dithered: anywhere in the weight's rounding cell,
+    so that small updates arrive; plain: at the weight. See docs/precision.md."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    compile: bool = False
+    """Compile the model's blocks with torch.compile: a slower first step, faster steps after it on a GPU."""
+    threads: int = Field(1, ge=1)
+    """CPU threads of a trainer rank; on a CPU one per core is fastest, also beside an engine."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the trainer ranks divide the work; the rest of launch.num_consumers is data parallel."""
+    reference: str = ""
+    """Folder or hub name of the reference model of the KL term; empty: the starting policy."""
+    ptx: PtxConfig = PtxConfig()
+    """Auxiliary language-modelling loss."""
+
+
+class SyncConfig(Section):
+    every_steps: int = Field(1, ge=1)
+    """Updates between two publications of the weights."""
+    on_update: Literal["keep", "abort", "wait"] = "keep"
+    """Responses that are being generated when new weights arrive; keep: they go on under the new weights; abort: they are
+    stopped first, then continued (produce.enable_partial_rollout) or restarted; wait: they finish first, nothing new starts."""
+    kind: str = "auto"
+    """auto | in_process | shared_memory | cuda_ipc | collective | delta: collective, but only changed weights travel."""
+
+
+class EvalTaskConfig(TaskDataConfig):
+    data: str = "addition:heldout"
+    """As the data of a training task: problems that are not trained on."""
+    system_prompt: str = ""
+    """System message for prompts that have none; not given: that of the training tasks, if they agree."""
+    sampling: dict[str, Any] = {}
+    """Fields of [sampling] for this task; they win over those of [eval.sampling]."""
+
+
+class EvalConfig(Section):
+    tasks: dict[str, EvalTaskConfig] = {}
+    """The evaluation tasks; empty: nothing is evaluated."""
+    every_steps: int = Field(0, ge=0)
+    """Updates between evaluations; 0: only at the start and the end."""
+    at_start: bool = True
+    """Evaluate the policy before the first update."""
+    blocking: bool = False
+    """Training waits for each evaluation; false: an evaluation runs beside training."""
+    sampling: dict[str, Any] = {}
+    """Fields of [sampling] for all evaluation tasks; not given: num_generations 1 (more give pass@k), temperature 0
+    (greedy), max_tokens and stop of [sampling]."""
+    max_problems: int = Field(0, ge=0)
+    """Evaluate only this many problems of each task, the same random ones for every seed; 0: all."""
+
+
+class CheckpointConfig(Section):
+    every_steps: int = Field(0, ge=0)
+    """Updates between checkpoints; 0: by minutes only. The end of a run and Ctrl-C always write one."""
+    every_minutes: float = Field(10.0, ge=0)
+    """Minutes between checkpoints, if that comes before every_steps; 0: by steps only."""
+    keep: int = Field(2, ge=1)
+    """How many checkpoints are kept, the newest ones."""
+
+
+class JournalConfig(Section):
+    keep_payloads: Literal["all", "text", "none"] = "all"
+    """What stays of rollouts behind the oldest kept checkpoint: all; their text; neither text nor tokens."""
+
+
+class TrackConfig(Section):
+    trackers: list[str] = ["console"]
+    """console | tensorboard | wandb | `module:Class`; metrics.jsonl is always written."""
+    rollouts_every_steps: int = Field(20, ge=0)
+    """Updates between samples written to rollouts.jsonl; 0: never."""
+    wandb: dict[str, Any] = {}
+    """Arguments of wandb.init: project (not given: WANDB_PROJECT, or penstock), group, tags, entity, ..."""
+
+
+Role = Literal["producers", "consumers", "agents"]
+
+
+class RayOptions(Section):
+    """What one actor needs of its node, by Ray's own names."""
+
+    num_cpus: float = Field(1, ge=0)
+    """CPUs reserved for each."""
+    num_gpus: float = Field(0, ge=0)
+    """GPUs reserved for each; 0.5 lets two share a GPU."""
+    accelerator_type: str = ""
+    """Type of the GPU as Ray names it, such as H100 or A100-80G; empty: any."""
+    label_selector: dict[str, str] = {}
+    """Labels that the node must have (`ray start --labels`); a value may be "a", "!a", "in(a,b)" or "!in(a,b)"."""
+    resources: dict[str, float] = {}
+    """Custom resources reserved for each (`ray start --resources`)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_gpus > 1 and self.num_gpus % 1:
+            raise ValueError(
+                f"num_gpus got {self.num_gpus:g}, allowed: a part of one GPU, or whole GPUs"
+            )
+        for name, value in self.resources.items():
+            if name in ("CPU", "GPU") or value <= 0:
+                raise ValueError(
+                    f"resources got {name} = {value:g}, allowed: custom resources above 0; num_cpus "
+                    "and num_gpus are keys of their own"
+                )
+        for name, label in self.label_selector.items():
+            if not _LABELS.fullmatch(label):
+                raise ValueError(
+                    f"label_selector got {name} = {label!r}, allowed: values such as 'a', '!a', "
+                    "'in(a,b)' or '!in(a,b)'"
+                )
+        return self
+
+
+class ProducerKindConfig(Section):
+    count: int = Field(1, ge=1)
+    """Engines of this kind; the first kind is engine-0 and those after it."""
+    engine: dict[str, Any] = {}
+    """Fields of [engine] that differ for this kind."""
+    ray_options: dict[str, Any] = {}
+    """Fields of [launch.ray_options.producers] that differ for this kind."""
+
+
+class LaunchConfig(Section):
+    kind: Literal["local", "inline", "ray"] = "local"
+    """local: worker processes on this machine; inline: all in this process; ray: a Ray cluster."""
+    address: str = ""
+    """With kind ray: address of the cluster to join; empty: start one on this machine."""
+    num_producers: int = Field(1, ge=1)
+    """Engine workers."""
+    num_consumers: int = Field(1, ge=1)
+    """Trainer ranks."""
+    ray_options: dict[Role, RayOptions] = {}
+    """With kind ray: what each engine (producers), trainer rank (consumers) and actor of tasks.NAME.agent_actors (agents)
+    needs of its node: { producers = { num_gpus = 1 } }."""
+    producer_kinds: list[ProducerKindConfig] = []
+    """Engines that differ from [engine] and [launch.ray_options.producers]; num_producers counts them too."""
+    wait_for_nodes_s: float = Field(0, ge=0)
+    """With kind ray: how long to wait for nodes that the cluster lacks (an autoscaler adds them); 0: refuse at once."""
+    colocate: bool = False
+    """Engines and trainer ranks share GPUs and take turns; each frees its GPU memory for the other."""
+    start_timeout_s: float = Field(300.0, gt=0)
+    """Longest wait for a worker to start and load its model."""
+    max_restarts: int = Field(3, ge=0)
+    """Most restarts of a dead worker within ten minutes; 0: it is never restarted."""
+    restart_backoff_s: float = Field(1.0, ge=0)
+    """Wait before a worker's second restart within ten minutes; doubles with each further restart."""
+
+    def kind_of(self, number: int) -> ProducerKindConfig | None:
+        """The kind of an engine; None: it is as [engine] and [launch.ray_options.producers] say."""
+        return self.kind_and_position(number)[0]
+
+    def kind_and_position(self, number: int) -> tuple[ProducerKindConfig | None, int]:
+        """The kind of an engine, and its number among the engines of that kind."""
+        for kind in self.producer_kinds:
+            if number < kind.count:
+                return kind, number
+            number -= kind.count
+        return None, number
+
+    def ray_options_of(self, role: Role) -> RayOptions:
+        """What each actor of a role needs of its node."""
+        return self.ray_options.get(role, RayOptions())
+
+    def engine_ray_options(self, number: int) -> RayOptions:
+        """What one engine needs of its node."""
+        kind, common = self.kind_of(number), self.ray_options_of("producers")
+        fields = {} if kind is None else kind.ray_options
+        return overlay(common, fields, "producer_kinds.ray_options")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        count = sum(kind.count for kind in self.producer_kinds)
+        if count > self.num_producers:
+            raise ValueError(
+                f"producer_kinds got {count} engines, allowed: at most num_producers = {self.num_producers}"
+            )
+        common = self.ray_options_of("producers")
+        options = [common]
+        options += [
+            overlay(common, kind.ray_options, f"producer_kinds[{place}].ray_options")
+            for place, kind in enumerate(self.producer_kinds)
+        ]
+        allowed = (_where(self.ray_options_of("consumers")), _where(RayOptions()))
+        if self.colocate and any(_where(option) not in allowed for option in options):
+            raise ValueError(
+                "ray_options.producers got a place with colocate, allowed: label_selector, "
+                "accelerator_type and resources of launch.ray_options.consumers, which the engines share"
+            )
+        return self
+
+
+def _where(options: RayOptions) -> tuple[Any, ...]:
+    return options.accelerator_type, options.label_selector, options.resources
+
+
+class WatchdogConfig(Section):
+    stall_s: float = Field(300.0, gt=0)
+    """A wait is stuck when the worker it waits for is idle and makes no progress for this long; six times as long
+    for a worker that is busy, or one that cannot report progress (a reward)."""
+    action: Literal["report", "restart", "stop"] = "restart"
+    """What to do after reporting a stuck wait; restart: restart a stuck worker, stop the run for anything else."""
