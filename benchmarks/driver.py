@@ -79,7 +79,9 @@ def make_producer(
 ) -> Producer:
     """Return a producer of one task: prompts of one length, the demo's tokenizer, a user's reward function."""
     waits = waits or Waits()
-    policy = Path(__file__).resolve().parent.parent / "src" / "penstock" / "demo" / "policy"
+    policy = (
+        Path(__file__).resolve().parent.parent / "src" / "penstock" / "config" / "demo" / "policy"
+    )
     buffer, ids = ReplayBuffer(), np.arange(3, 3 + prompt_tokens, dtype=np.int32)
     prompts = [
         Prompt(prompt_id=f"p:{n}", messages=(), token_ids=ids, gt_answer=str(n))

@@ -226,7 +226,7 @@ def _generate(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default_out = Path(__file__).parents[1] / "src" / "penstock" / "demo" / "policy"
+    default_out = Path(__file__).parents[1] / "src" / "penstock" / "config" / "demo" / "policy"
     parser.add_argument("--out", type=Path, default=default_out)
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--steps", type=int, default=Recipe.steps)
