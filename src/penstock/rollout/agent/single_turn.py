@@ -116,14 +116,19 @@ class SingleTurn(AgentLoop):
     async def _ask_each_alone(
         self, requests: list[GenerationRequest], error: Exception
     ) -> Sequence[Generation | BaseException]:
-        """After an error of all requests together, send each alone; return what each gets.
+        """After an error of all requests together, the answer or the error of each request alone.
 
-        So a request that the engine refuses costs its own rollout only.
+        So a request that the engine refuses costs its own rollout only. If the first two raise as well, the
+        engine is at fault, and the others are not sent.
         """
         if len(requests) == 1:
             return [error]
         self._abort_later([request.request_id for request in requests])
-        return await asyncio.gather(*map(self._ask_alone, requests), return_exceptions=True)
+        first = await asyncio.gather(*map(self._ask_alone, requests[:2]), return_exceptions=True)
+        if all(isinstance(answer, BaseException) for answer in first):
+            return [*first, *[error] * len(requests[2:])]
+        rest = await asyncio.gather(*map(self._ask_alone, requests[2:]), return_exceptions=True)
+        return [*first, *rest]
 
     async def _ask_alone(self, request: GenerationRequest) -> Generation:
         request_id = f"{request.request_id}-alone"
