@@ -110,8 +110,8 @@ def rollout_of_two_rows() -> Rollout:
 def test_the_journal_keeps_the_rows_bit_for_bit() -> None:
     rollout = rollout_of_two_rows()
     prompt = random_batch(groups=1).groups[0].prompt
-    data = encode_rollout(rollout, key="key")
-    again = decode_rollout(data, rollout.rollout_id, prompt, key="key")
+    data = encode_rollout(rollout, text="", key="key")
+    again = decode_rollout(data, rollout.rollout_id, prompt, text="", key="key")
     assert [(row.prompt_ids.tolist(), row.length) for row in again.rows] == [
         ([4, 5, 6], 2),
         ([7], 3),
@@ -165,8 +165,8 @@ def test_a_turn_is_credited_with_the_rewards_after_it_by_hand() -> None:
         flat = FlatBatch.from_groups(batch.groups, 1, settings)
         found = token_advantages(flat, flat.rewards_R, None, settings, Ranks())
         np.testing.assert_allclose(found, expected, rtol=1e-12)
-    data = encode_rollout(first, key="key")
-    again = decode_rollout(data, first.rollout_id, batch.groups[0].prompt, key="key")
+    data = encode_rollout(first, text="", key="key")
+    again = decode_rollout(data, first.rollout_id, batch.groups[0].prompt, text="", key="key")
     assert again.earned == first.earned
     before = batch.groups[0].fingerprint()
     first.earned = ((2, 0.0), (1, 0.5))

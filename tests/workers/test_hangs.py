@@ -97,7 +97,7 @@ class DeafWriter:
 
     def submit(self, record: Any) -> None: ...
 
-    def durable(self, record: Any = None) -> asyncio.Future[None]:
+    def durable(self) -> asyncio.Future[None]:
         return asyncio.get_running_loop().create_future()
 
 
@@ -105,7 +105,6 @@ class DeafJournal(Journal):
     def __init__(self, stage: WatchdogStage, writer: DeafWriter | None = None) -> None:
         self._waits = stage.waits
         self._landings = WaitInOrder(stage.waits, "journal", WaitKind.SEND, responder="journal")
-        self._known_prompts = set()
         self._writer = writer or DeafWriter()  # type: ignore[assignment]
 
 
@@ -118,7 +117,7 @@ async def a_group_that_cannot_land(stage: WatchdogStage) -> None:
 @hangs(WaitKind.WAIT, "nothing has moved for 60 s: produce sums waits for wait (")
 async def a_producer_without_new_weights(stage: WatchdogStage) -> None:
     class Memory(DeafWriter):
-        def durable(self, record: Any = None) -> asyncio.Future[None]:
+        def durable(self) -> asyncio.Future[None]:
             done = super().durable()
             done.set_result(None)
             return done

@@ -13,9 +13,9 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from penstock.store.journal.records import Landed, Record
+from penstock.store.journal.records import Record
 from penstock.store.journal.schema import open_database
-from penstock.store.journal.writer import Writer
+from penstock.store.journal.writer import Waiter, Writer
 
 
 class Disk:
@@ -70,13 +70,13 @@ class SimWriter(Writer):
         super().__init__(_Connection(database, self._disk), path, threaded=False)  # type: ignore[arg-type]
         self._timer: asyncio.TimerHandle | None = None
 
-    def submit(self, record: Record) -> None:
-        super().submit(record)
+    def submit(self, item: Record | Waiter) -> None:
+        super().submit(item)
         self._write_later()
 
-    def durable(self, record: Landed | None = None) -> asyncio.Future[None]:
-        done = self._queue_up(record)
-        self._write_later()
+    def durable(self) -> asyncio.Future[None]:
+        done = asyncio.get_running_loop().create_future()
+        self.submit(done)
         return done
 
     def _write_later(self) -> None:

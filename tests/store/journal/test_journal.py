@@ -30,7 +30,7 @@ from penstock.store.journal.codec import (
     encode_rollout,
 )
 from penstock.store.journal.schema import open_database
-from penstock.types import Group, Rollout, Score, Status, StepReport, VersionSegment
+from penstock.types import Group, Prompt, Rollout, Score, Status, StepReport, VersionSegment
 from stages.rollouts import finish_rollout, make_prompt, make_prompts
 
 
@@ -85,6 +85,22 @@ def rollouts(draw: st.DrawFn, rollout_id: str) -> Rollout:
     )
 
 
+def decoded(group: Group) -> Group:
+    """The group as it comes back from the bytes of its prompt and rollouts."""
+    prompt = decode_prompt(encode_prompt(group.prompt))
+    members = [
+        decode_rollout(
+            encode_rollout(rollout, text=rollout.text, key="key"),
+            rollout.rollout_id,
+            prompt,
+            text=rollout.text,
+            key="key",
+        )
+        for rollout in group.rollouts
+    ]
+    return replace(group, prompt=prompt, rollouts=members)
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_the_codec_gives_back_what_it_got(data: st.DataObject) -> None:
@@ -97,12 +113,7 @@ def test_the_codec_gives_back_what_it_got(data: st.DataObject) -> None:
         tries=2,
         error="why",
     )
-    prompt = decode_prompt(encode_prompt(group.prompt))
-    members = [
-        decode_rollout(encode_rollout(rollout), rollout.rollout_id, prompt)
-        for rollout in group.rollouts
-    ]
-    read = replace(group, prompt=prompt, rollouts=members)
+    read = decoded(group)
     assert_same(read, group)
     assert read.fingerprint() == group.fingerprint()
 
@@ -116,10 +127,10 @@ def test_the_codec_gives_back_what_it_got(data: st.DataObject) -> None:
     ],
 )
 def test_the_tail_of_a_payload_is_the_json_of_its_values(score: Score) -> None:
-    """It is put together by hand; a reader in another language parses it as JSON."""
-    rollout = finished(0).rollouts[0]
-    rollout.score = score
-    read = decode_rollout(encode_rollout(rollout), rollout.rollout_id, make_prompt(0)).score
+    """A reader in another language parses it as JSON."""
+    group = finished(0)
+    group.rollouts[0].score = score
+    read = decoded(group).rollouts[0].score
     expected = json.loads(json.dumps([score.value, score.parts], default=float))
     assert read is not None
     assert repr([read.value, read.parts]) == repr(expected)
@@ -154,26 +165,20 @@ def test_the_fingerprint_covers_all_that_a_trainer_reads() -> None:
     assert len(found) == len(changes) + 3
 
 
-def test_a_rollout_is_stored_without_its_prompt() -> None:
-    prompt = make_prompt(0, length=1000)
-    rollout = Rollout(rollout_id="t:0.0", prompt_ids=prompt.token_ids, seed=0)
-    assert len(encode_rollout(rollout)) < 100
-
-
 def test_a_newer_payload_format_is_refused() -> None:
-    body = bytes([99]) + encode_prompt(make_prompt(0))[1:-4]
+    body = bytearray(encode_prompt(finished(0).prompt)[:-4])
+    body[0] = 99
     with pytest.raises(RunError, match="format 99"):
-        decode_prompt(body + check_sum(body))
+        decode_prompt(bytes(body) + check_sum(bytes(body)))
 
 
 def test_what_json_cannot_hold_is_a_clear_error() -> None:
-    rollout = finished(0).rollouts[0]
-    rollout.extra["bad"] = object()
+    group = finished(0)
+    group.rollouts[0].extra["bad"] = object()
     with pytest.raises(RunError, match="object"):
-        encode_rollout(rollout)
-    rollout.extra["bad"] = np.float32(1.5)
-    read = decode_rollout(encode_rollout(rollout), rollout.rollout_id, make_prompt(0))
-    assert read.extra["bad"] == 1.5
+        decoded(group)
+    group.rollouts[0].extra["bad"] = np.float32(1.5)
+    assert decoded(group).rollouts[0].extra["bad"] == 1.5
 
 
 SAMPLER = Sampler(make_prompts(4), task_name="t", prompt_repeat_k=2, seed=0)
@@ -450,13 +455,38 @@ def test_a_journal_whose_folder_is_gone_is_one_error(
 def test_prompts_that_were_forgotten_are_journalled_once_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver of a run over millions of prompts remembers only so many of them."""
-    monkeypatch.setattr("penstock.store.journal.journal._MOST_KNOWN_PROMPTS", 3)
+    """The writer of a run over millions of prompts remembers only so many of them."""
+    monkeypatch.setattr("penstock.store.journal.group_table.MOST_KNOWN_PROMPTS", 3)
+    encoded: list[str] = []
+
+    def encode(prompt: Prompt) -> bytes:
+        encoded.append(prompt.prompt_id)
+        return encode_prompt(prompt)
+
+    monkeypatch.setattr("penstock.store.journal.records.encode_prompt", encode)
     journal = Journal.open(tmp_path / "journal.db", threaded=False)
     sampler = Sampler(make_prompts(5), task_name="t", prompt_repeat_k=1, seed=0)
     for cursor in range(20):
         journal.drawn(sampler.group_at(cursor))
-        assert len(journal._known_prompts) <= 3
     assert journal.query("SELECT COUNT(*) FROM prompt_rows") == [(5,)]
     assert journal.query("SELECT COUNT(*) FROM groups") == [(20,)]
+    assert len(encoded) > 5  # some were forgotten, and encoded again
     journal.close()
+
+
+def test_a_prompt_that_is_drawn_again_is_not_encoded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+
+    def encode(prompt: Prompt) -> bytes:
+        encoded.append(prompt.prompt_id)
+        return encode_prompt(prompt)
+
+    monkeypatch.setattr("penstock.store.journal.records.encode_prompt", encode)
+    journal = Journal.open(tmp_path / "journal.db", threaded=False)
+    sampler = Sampler(make_prompts(5), task_name="t", prompt_repeat_k=1, seed=0)
+    for cursor in range(20):
+        journal.drawn(sampler.group_at(cursor))
+    journal.close()
+    assert len(encoded) == len(set(encoded)) == 5

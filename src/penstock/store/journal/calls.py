@@ -11,24 +11,18 @@ import sqlite3
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from penstock.errors import JournalDamaged, RunError
 from penstock.store.journal.checks import CALL_CHECK, call_key, expression, row_check
 from penstock.store.journal.codec import check_sum, is_intact, stored_text
+from penstock.store.journal.group_table import GroupTable
 from penstock.types import ModelCall, VersionSegment
 
-_HEADER = struct.Struct("<BBHII")  # format, flags (2: keyed), segments, context ids, sampled ids
-_FORMAT, _KEYED = 1, 2
+_HEADER = struct.Struct("<BHII")  # format, segments, context ids, sampled ids
+_FORMAT = 1
 _COLUMNS = "rollout_id, seed, number, parent, finish_reason, messages, answer, tools, data"
-
-
-class HasConnection(Protocol):
-    """The writer's tables, as far as calls need them."""
-
-    db: sqlite3.Connection
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -50,7 +44,7 @@ class CallMade:
     seed: int
     call: ModelCall
 
-    def write(self, tables: HasConnection) -> None:
+    def write(self, tables: GroupTable) -> None:
         db = tables.db
         call = self.call
         row = (
@@ -77,7 +71,7 @@ class ToolBegun:
     call_id: str
     name: str
 
-    def write(self, tables: HasConnection) -> None:
+    def write(self, tables: GroupTable) -> None:
         db = tables.db
         row = (
             *(self.rollout_id, self.seed, self.call_id, group_of(self.rollout_id)),
@@ -100,7 +94,7 @@ class ToolEnded:
     outcome: str  # done | failed
     result: str
 
-    def write(self, tables: HasConnection) -> None:
+    def write(self, tables: GroupTable) -> None:
         db = tables.db
         changes = {"ended_at": ":at", "outcome": ":outcome", "result": ":result"}
         sets = ", ".join(f"{column} = {value}" for column, value in changes.items())
@@ -148,9 +142,7 @@ def group_of(rollout_id: str) -> str:
 
 def encode_call(call: ModelCall, key: str) -> bytes:
     """Return the ids, log-probs and versions of a call as bytes with a checksum."""
-    header = _HEADER.pack(
-        _FORMAT, _KEYED, len(call.segments), len(call.context_ids), len(call.token_ids)
-    )
+    header = _HEADER.pack(_FORMAT, len(call.segments), len(call.context_ids), len(call.token_ids))
     body = b"".join(
         (
             header,
@@ -174,7 +166,7 @@ def read_calls(rows: Iterable[tuple]) -> dict[tuple[str, int], list[ModelCall]]:
             raise JournalDamaged(
                 f"journal: call {number} of rollout {rollout_id} is not what was written"
             )
-        _, _, num_segments, context, sampled = _HEADER.unpack_from(data)
+        _, num_segments, context, sampled = _HEADER.unpack_from(data)
         ids = np.frombuffer(data, "<i4", context + sampled, _HEADER.size).astype(np.int32)
         at = _HEADER.size + 4 * (context + sampled)
         logprobs = np.frombuffer(data, "<f4", sampled, at).astype(np.float32)

@@ -1,17 +1,15 @@
-"""Rollouts and prompts as compact bytes: the journal's own format, versioned.
+"""Prompts and rollouts as compact bytes: the journal's own format, versioned.
 
 A rollout is a fixed header, its arrays as raw little-endian bytes (int32 ids, float32 log-probs, a bit
 per mask entry unless all are set), its rows if it has any, its version segments, and a small JSON tail
-for the rest. A prompt is stored once, never with a rollout.
+for the rest. The prompt is stored once per group, never per rollout.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import struct
 from collections.abc import Sequence
-from math import isfinite
 from typing import Any
 from zlib import crc32
 
@@ -23,64 +21,48 @@ from penstock.types import Prompt, Rollout, Row, Score, Status, VersionSegment
 CODEC_VERSION = 1
 
 _HEADER = struct.Struct("<BBHIIQdq")  # codec, flags, segments, tokens, tail bytes, seed, T, issued
-_PROMPT = struct.Struct("<BHI")  # codec, 0, bytes of the JSON head
+_PROMPT = struct.Struct("<BI")  # codec, bytes of the JSON head
 _CHECK = struct.Struct("<I")  # the checksum at the end of a payload
 _SEGMENT = struct.Struct("<II")  # version, tokens
 _ROW = struct.Struct("<II")  # prompt tokens, response tokens
 _COUNT = struct.Struct("<I")
 _ALL_TRAINED = 1  # flags
-_KEYED = 2
 _PRUNED = 4  # ids, log-probs, mask and rows were removed
 _ROWS = 8  # an agent's rollout: the prompts and lengths of its rows are stored
 _IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 _STATUSES = {status.value: status for status in Status}
-_pack_header, _pack_segment, _pack_check = _HEADER.pack, _SEGMENT.pack, _CHECK.pack
 
 
-def encode_rollout(rollout: Rollout, *, text: str | None = None, key: str = "") -> bytes:
-    """Encode a rollout without its prompt; pass `text` if it is stored elsewhere.
+def encode_rollout(rollout: Rollout, *, text: str, key: str) -> bytes:
+    """Encode a rollout without its prompt and without `text`, which the journal stores beside it.
 
-    The checksum covers the text, wherever it is stored, and the key of the payload. A run encodes
-    every rollout: what most of them lack costs one test here.
+    The checksum covers the text and the key of the payload.
     """
-    tail = _tail(rollout, text is None)
-    ids, logprobs, mask = rollout.response_ids, rollout.logprobs, rollout.loss_mask.tobytes()
-    segments, flags = rollout.segments, _KEYED if key else 0
-    if ids.dtype is not _IDS:
-        ids = ids.astype(_IDS)
-    if logprobs.dtype is not _LOGPROBS:
-        logprobs = logprobs.astype(_LOGPROBS)
-    arrays = ids.tobytes() + logprobs.tobytes()
-    if 0 in mask:
-        arrays += np.packbits(rollout.loss_mask).tobytes()
-    else:
+    tail, flags = _tail(rollout), 0
+    arrays = [_little(rollout.response_ids, _IDS), _little(rollout.logprobs, _LOGPROBS)]
+    if rollout.loss_mask.all():
         flags |= _ALL_TRAINED
+    else:
+        arrays.append(np.packbits(rollout.loss_mask).tobytes())
     if rollout.rows:
         flags |= _ROWS
-        arrays += _encode_rows(rollout.rows)
-    if len(segments) == 1:
-        (segment,) = segments
-        runs = _pack_segment(segment.version, segment.length)
-    else:
-        runs = b"".join([_pack_segment(segment.version, segment.length) for segment in segments])
-    head = _pack_header(
+        arrays.append(_encode_rows(rollout.rows))
+    segments = [_SEGMENT.pack(segment.version, segment.length) for segment in rollout.segments]
+    head = _HEADER.pack(
         CODEC_VERSION,
         flags,
         len(segments),
-        len(mask),
+        len(rollout.response_ids),
         len(tail),
         rollout.seed,
         rollout.temperature,
         rollout.issued_version,
     )
-    body = b"".join((head, arrays, runs, tail))
-    crc = crc32(body, crc32(key.encode()) if key else 0)  # `check_sum`, without its call
-    return body + _pack_check(crc32(text.encode(), crc) if text else crc)
+    body = b"".join((head, *arrays, *segments, tail))
+    return body + check_sum(body, text, key)
 
 
 def _encode_rows(rows: Sequence[Row]) -> bytes:
-    if not rows:
-        return b""
     heads = [_ROW.pack(len(row.prompt_ids), row.length) for row in rows]
     prompts = [_little(row.prompt_ids, _IDS) for row in rows]
     return b"".join((_COUNT.pack(len(rows)), *heads, *prompts))
@@ -103,10 +85,8 @@ def _little(array: np.ndarray, dtype: np.dtype) -> bytes:
     return (array if array.dtype is dtype else array.astype(dtype)).tobytes()
 
 
-def decode_rollout(
-    data: bytes, rollout_id: str, prompt: Prompt, *, text: str | None = None, key: str = ""
-) -> Rollout:
-    """Decode a rollout; pass `text` if it was stored elsewhere, `key` if it was stored under one."""
+def decode_rollout(data: bytes, rollout_id: str, prompt: Prompt, *, text: str, key: str) -> Rollout:
+    """Decode a rollout that was stored with `text`, under `key`."""
     if not is_intact(data, text, key):
         raise JournalDamaged(f"journal: rollout {rollout_id} is not what was written")
     codec, flags, num_segments, tokens, tail_bytes, seed, temperature, issued = _HEADER.unpack_from(
@@ -147,7 +127,7 @@ def decode_rollout(
         min_tokens=tail.get("min_tokens", 0),
         status=_STATUSES[tail["status"]],
         finish_reason=tail.get("finish", ""),
-        text=tail.get("text", "") if text is None else text,
+        text=text,
         score=None if score is None else Score(*score),
         error=tail.get("error", ""),
         extra=tail.get("extra", {}),
@@ -174,51 +154,24 @@ def prune_payload(data: bytes, text: str, key: str, kept_text: str) -> bytes | N
     _, _, num_segments, _, tail_bytes, *_ = header
     rest = data[len(data) - _CHECK.size - tail_bytes - _SEGMENT.size * num_segments : -_CHECK.size]
     body = _HEADER.pack(*header) + rest
-    return body + check_sum(body, kept_text, key if header[1] & _KEYED else "")
+    return body + check_sum(body, kept_text, key)
 
 
-@functools.lru_cache(maxsize=256)
-def _tail_start(status: str, finish: str) -> str:
-    start = f'{{"status":"{status}"'
-    return f'{start},"finish":{_quoted(finish)}' if finish else start
-
-
-def _tail(rollout: Rollout, with_text: bool) -> bytes:
-    """Return the JSON behind the arrays; put together by hand, as a run writes one for each rollout."""
-    score, tail = rollout.score, _tail_start(rollout.status._value_, rollout.finish_reason)
-    if with_text and rollout.text:
-        tail += f',"text":{_quoted(rollout.text)}'
-    if rollout.error or rollout.extra or rollout.min_tokens or rollout.earned:
-        tail += _rare_fields(rollout)
+def _tail(rollout: Rollout) -> bytes:
+    """The JSON behind the arrays: what most rollouts lack is not in it."""
+    score = rollout.score
+    optional = {
+        "finish": rollout.finish_reason,
+        "error": rollout.error,
+        "extra": rollout.extra,
+        "min_tokens": rollout.min_tokens,
+        "earned": rollout.earned,
+    }
+    tail = {"status": rollout.status.value, **{k: v for k, v in optional.items() if v}}
     if score is not None:
-        parts, note, value = "", '""', score.value
-        number = repr(value) if type(value) is float and isfinite(value) else _encode(value)
-        if score.parts:
-            parts = ",".join([f"{_quoted(k)}:{_number(v)}" for k, v in score.parts.items()])
-        if score.note:
-            note = _quoted(score.note)
-        form, answer = _VERDICTS[score.format_ok], _VERDICTS[score.answer_ok]
-        tail = f'{tail},"score":[{number},{{{parts}}},{form},{answer},{note}]}}'
-    else:
-        tail += "}"
-    return tail.encode() if tail.isascii() else tail.encode("utf-8", "surrogatepass")
-
-
-def _rare_fields(rollout: Rollout) -> str:
-    fields = ""
-    if rollout.error:
-        fields += f',"error":{_quoted(rollout.error)}'
-    if rollout.extra:
-        fields += f',"extra":{_encode(rollout.extra)}'
-    if rollout.min_tokens:
-        fields += f',"min_tokens":{rollout.min_tokens}'
-    if rollout.earned:
-        fields += f',"earned":{_encode(rollout.earned)}'
-    return fields
-
-
-def _number(value: float) -> str:
-    return repr(value) if type(value) is float and isfinite(value) else _encode(value)
+        verdicts = (score.format_ok, score.answer_ok)
+        tail["score"] = [score.value, score.parts, *verdicts, score.note]
+    return _to_json(tail)
 
 
 def encode_prompt(prompt: Prompt) -> bytes:
@@ -229,9 +182,9 @@ def encode_prompt(prompt: Prompt) -> bytes:
         head["test_cases"] = prompt.test_cases
     if prompt.extra:
         head["extra"] = prompt.extra
-    text = _encode(head).encode("utf-8", "surrogatepass")
+    text = _to_json(head)
     ids = np.asarray(prompt.token_ids, dtype="<i4").tobytes()
-    body = b"".join((_PROMPT.pack(CODEC_VERSION, 0, len(text)), text, ids))
+    body = b"".join((_PROMPT.pack(CODEC_VERSION, len(text)), text, ids))
     return body + check_sum(body)
 
 
@@ -239,7 +192,7 @@ def decode_prompt(stored: bytes) -> Prompt:
     if not is_intact(stored):
         raise JournalDamaged(f"journal: a prompt is not what was written: {stored[:60]!r}")
     data = stored[: -_CHECK.size]
-    codec, _, size = _PROMPT.unpack_from(data)
+    codec, size = _PROMPT.unpack_from(data)
     _check_codec(codec)
     at = _PROMPT.size
     head = json.loads(data[at : at + size])
@@ -262,7 +215,6 @@ def is_intact(data: bytes, text: str | None = None, key: str = "") -> bool:
     """Return whether a stored payload matches its checksum, which may cover `key`."""
     if not isinstance(data, bytes) or not isinstance(text, str | None) or len(data) < 2:
         return False  # damage can change the type of a value
-    key = key if data[1] & _KEYED else ""
     return data[-_CHECK.size :] == check_sum(data[: -_CHECK.size], text, key)
 
 
@@ -307,8 +259,8 @@ def _check_codec(codec: int) -> None:
 _encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=lambda v: _plain(v))
 
 
-_encode, _quoted = _encoder.encode, json.encoder.encode_basestring
-_VERDICTS = {None: "null", False: "false", True: "true"}
+def _to_json(value: Any) -> bytes:
+    return _encoder.encode(value).encode("utf-8", "surrogatepass")
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,6 @@ computed from what was written, not from what the file has by now, so damage sta
 
 from __future__ import annotations
 
-import itertools
 import sqlite3
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,6 +17,8 @@ _COLUMNS = CHECKED["group_rows"]
 _PLACE, _STEP, _REASON = map(_COLUMNS.index, ("place", "step", "drop_reason"))
 # the columns behind those of a draw
 _AS_DRAWN = ("in_flight", "init", 0, *(None,) * (len(_COLUMNS) - _PLACE - 3))
+
+MOST_KNOWN_PROMPTS = 2**16  # kept in memory, so that a prompt is not encoded at every draw
 
 # The moves of a group: from which places each may start. A move from elsewhere is a fault.
 _FROM = {
@@ -36,13 +37,6 @@ def _update(kind: str, columns: Sequence[str], also: str = "", sets: str = "") -
     return f"UPDATE group_rows SET {sets} WHERE group_id = ? AND place IN ({places}){also}"
 
 
-def _update_many(update: str) -> str:
-    """Return an `_update` of many groups at once: `{rows}` stands for their parameters."""
-    parts = update.split("?")
-    numbered = "".join(f"{part}v.column{n}" for n, part in enumerate(parts[:-1], start=1))
-    return f"{numbered}{parts[-1]}".replace(" WHERE ", " FROM (VALUES {rows}) AS v WHERE ", 1)
-
-
 class ManyRows:
     """A statement for many rows: up to 64 at once.
 
@@ -50,49 +44,31 @@ class ManyRows:
     keeps the lock for a while before the writer's thread has it again.
     """
 
-    def __init__(
-        self,
-        statement: str,
-        num_columns: int,
-        at_once: Sequence[int] = (64, 8, 1),
-        before_last: str = "",
-    ) -> None:
-        """statement: `{rows}` stands for the rows; before_last: a column that is the same in all."""
-        values = ["?"] * num_columns
-        if before_last:
-            values.insert(-1, before_last)
-        row = f"({', '.join(values)})"
+    def __init__(self, statement: str, num_columns: int) -> None:
+        """statement: `{rows}` stands for the rows."""
+        row = f"({', '.join(['?'] * num_columns)})"
         self._sizes = [
             (number * num_columns, statement.format(rows=", ".join([row] * number)))
-            for number in at_once
+            for number in (64, 8, 1)
         ]
 
-    def write(self, db: sqlite3.Connection, values: Sequence[Any]) -> tuple[int, int]:
-        """Write rows; `values` are those of all of them, one row after another.
-
-        Return the number of rows that were written, and of the values that no statement took.
-        """
-        start = written = 0
+    def write(self, db: sqlite3.Connection, values: Sequence[Any]) -> None:
+        """Write rows; `values` are those of all of them, one row after another."""
+        start = 0
         for size, statement in self._sizes:
             end = len(values) - (len(values) - start) % size
             if start < end:
                 rows = [values[at : at + size] for at in range(start, end, size)]
-                written += db.executemany(statement, rows).rowcount
+                db.executemany(statement, rows)
             start = end
-        return written, len(values) - start
 
 
 _DRAW = ManyRows(
     "INSERT INTO group_rows(group_id, task, cursor, prompt_id, drawn_at, place, row_check)"
     " VALUES {rows}",
-    6,
-    before_last="'in_flight'",
+    7,
 )
-# Python binds None more slowly than all else: only a group that is dropped binds a reason
-_LAND_DROPPED = _update("landed", (*_COLUMNS[_PLACE:_STEP], *_COLUMNS[_REASON:]))
-_LAND = _update(
-    "landed", (*_COLUMNS[_PLACE:_STEP], *_COLUMNS[_REASON + 1 :]), sets="drop_reason = NULL, "
-)
+_LAND = _update("landed", (*_COLUMNS[_PLACE:_STEP], *_COLUMNS[_REASON:]))
 _MOVE = {
     kind: _update(kind, (*_COLUMNS[_PLACE : _PLACE + 3], "drop_reason"))
     for kind in ("retried", "expired", "dropped")
@@ -100,8 +76,6 @@ _MOVE = {
 _IS_WHOLE = """ AND status = 'completed' AND num_rollouts <=
     (SELECT COUNT(*) FROM rollout_rows WHERE rollout_rows.group_id = group_rows.group_id)"""
 _TAKE = _update("taken", ("step", "position"), _IS_WHOLE, sets="place = 'taken', ")
-_HAS_UPDATE_FROM = sqlite3.sqlite_version_info >= (3, 33)
-_TAKE_MANY = ManyRows(_update_many(_TAKE), 4, (32, 8) if _HAS_UPDATE_FROM else ())
 _READ = f"SELECT {', '.join(_COLUMNS)} FROM group_rows WHERE group_id = ?"
 
 
@@ -109,32 +83,36 @@ class GroupTable:
     """Writes the rows of groups inside the writer's transaction."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
+        self.db = db
         self._unfinished: dict[str, tuple] = {}  # group id -> its row, in the order of _COLUMNS
+        self._known_prompts: set[tuple[str, str]] = set()
+
+    def is_new_prompt(self, task: str, prompt_id: str) -> bool:
+        """Whether a prompt must be written; True again for one that was forgotten."""
+        if len(self._known_prompts) >= MOST_KNOWN_PROMPTS:
+            self._known_prompts.clear()
+        is_new = (task, prompt_id) not in self._known_prompts
+        self._known_prompts.add((task, prompt_id))
+        return is_new
 
     def draw(self, drawn: Iterable[tuple]) -> None:
         """Insert groups: (group id, task, cursor, prompt id, time) each."""
         written: list[Any] = []
         for values in drawn:
             row = self._unfinished[values[0]] = values + _AS_DRAWN
-            written += values
-            written.append(row_check(*row))
-        _DRAW.write(self._db, written)
+            written += (*values, row[_PLACE], row_check(*row))
+        _DRAW.write(self.db, written)
 
     def land(self, landed: Iterable[tuple[str, tuple, tuple]]) -> None:
         """Move groups that came back: id, columns from place to landed_at, columns from drop_reason on."""
-        kept, dropped = [], []
+        rows = []
         for group_id, values, last in landed:
             before = self._pop(group_id)
             row = before[:_PLACE] + values + before[_STEP:_REASON] + last
             if values[0] != "dropped":
                 self._unfinished[group_id] = row
-            if last[0] is None:
-                kept.append((*values, *last[1:], row_check(*row), group_id))
-            else:
-                dropped.append((*values, *last, row_check(*row), group_id))
-        self._move_all("landed", _LAND, kept)
-        self._move_all("landed", _LAND_DROPPED, dropped)  # last: they move no more
+            rows.append((*values, *last, row_check(*row), group_id))
+        self._move_all("landed", _LAND, rows)
 
     def move(self, kind: str, group_id: str, values: tuple, drop_reason: str | None) -> None:
         """Move a group without a new payload: `values` are place, status and tries."""
@@ -153,34 +131,22 @@ class GroupTable:
             kept = row[_PLACE + 1 : _STEP]
             row = (*row[:_PLACE], "taken", *kept, step, position, *row[_REASON:])
             rows.append((step, position, row_check(*row), group_id))
-        self._move_all("taken", _TAKE, rows, f"step {step}: ", _TAKE_MANY)
+        self._move_all("taken", _TAKE, rows, f"step {step}: ")
 
     def _pop(self, group_id: str) -> tuple:
         """Return the group's row as it was last written, and forget it; all None if never drawn."""
         row = self._unfinished.pop(group_id, None)
         if row is None:
-            row = self._db.execute(_READ, (group_id,)).fetchone() or (None,) * len(_COLUMNS)
+            row = self.db.execute(_READ, (group_id,)).fetchone() or (None,) * len(_COLUMNS)
         return row
 
-    def _move_all(
-        self,
-        kind: str,
-        update: str,
-        rows: Sequence[tuple],
-        who: str = "",
-        many: ManyRows | None = None,
-    ) -> None:
+    def _move_all(self, kind: str, update: str, rows: Sequence[tuple], who: str = "") -> None:
         """Move the groups; raise an error that names the first one which is not where it should be."""
         if not rows:
             return
-        db = self._db
+        db = self.db
         db.execute("SAVEPOINT move")
-        moved, rest = 0, rows
-        if many is not None:
-            values = list(itertools.chain.from_iterable(rows))
-            moved, left = many.write(db, values)
-            rest = rows[len(rows) - left // len(rows[0]) :]
-        if moved + db.executemany(update, rest).rowcount == len(rows):
+        if db.executemany(update, rows).rowcount == len(rows):
             db.execute("RELEASE move")
             return
         db.execute("ROLLBACK TO move")
@@ -193,14 +159,14 @@ class GroupTable:
 
     def _found(self, group_id: str) -> str:
         """Say where a group is, as far as a move needs it."""
-        row = self._db.execute(
+        row = self.db.execute(
             "SELECT place, status, step, num_rollouts FROM group_rows WHERE group_id = ?",
             (group_id,),
         ).fetchone()
         if row is None:
             return "a group that was never drawn"
         place, status, step, num_rollouts = row
-        (stored,) = self._db.execute(
+        (stored,) = self.db.execute(
             "SELECT COUNT(*) FROM rollout_rows WHERE group_id = ?", (group_id,)
         ).fetchone()
         where = place if step is None else f"{place} by step {step}"

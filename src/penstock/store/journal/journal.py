@@ -43,9 +43,10 @@ from penstock.types import Batch, Group, ModelCall, Prompt, Rollout, Status, Ste
 from penstock.waits import WaitInOrder, WaitKind, Waits
 
 _STEPS_PRUNED_AT_ONCE = 16
-
-
-_MOST_KNOWN_PROMPTS = 2**16  # kept in memory, so that a prompt is not encoded at every draw
+_INTERRUPTED = (
+    "group_id IN (SELECT group_id FROM groups WHERE state = 'in_flight'"
+    " OR (state = 'buffered' AND status = 'aborted'))"
+)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -90,7 +91,6 @@ class Journal:
         # SQLite too; so what `sync` opens stays open until the connections are closed.
         self._descriptors: dict[Path, int] = {}
         self._reader = open_database(path, readonly=True, brief=brief)
-        self._known_prompts: set[tuple[str, str]] = set()
 
     @classmethod
     def open(
@@ -115,15 +115,8 @@ class Journal:
     # -- the life of a group ---------------------------------------------------------------------
 
     def drawn(self, group: Group) -> None:
-        key = (group.task, group.prompt.prompt_id)
-        new_prompt = key not in self._known_prompts
-        if len(self._known_prompts) >= _MOST_KNOWN_PROMPTS:
-            self._known_prompts.clear()  # the journal ignores a prompt that it has already
-        self._known_prompts.add(key)
         self._writing().submit(
-            records.Drawn(
-                time.time(), group.group_id, group.task, group.cursor, group.prompt, new_prompt
-            )
+            records.Drawn(time.time(), group.group_id, group.task, group.cursor, group.prompt)
         )
 
     def landed(self, group: Group) -> asyncio.Future[None]:
@@ -152,9 +145,9 @@ class Journal:
     def _write_group(
         self, group: Group, place: str, reason: str | None = None
     ) -> asyncio.Future[None]:
-        durable = self._writing().durable(records.Landed(time.time(), group, place, reason))
+        self._writing().submit(records.Landed(time.time(), group, place, reason))
         self._landings.asked(group.group_id, self.flush)
-        return durable
+        return self.flush()
 
     def dropped(self, group: Group, reason: str, *, detail: str = "") -> None:
         """Record that the group ends untrained. `reason` is one word to count by; `detail` explains it."""
@@ -437,14 +430,11 @@ class Journal:
 
     def interrupted_calls(self) -> dict[tuple[str, int], list[ModelCall]]:
         """Return the calls of rollouts that a resume continues, by (rollout, seed)."""
-        groups = "state = 'in_flight' OR (state = 'buffered' AND status = 'aborted')"
-        where = f"group_id IN (SELECT group_id FROM groups WHERE {groups})"
-        return read_calls(self.query(select_calls(where)))
+        return read_calls(self.query(select_calls(_INTERRUPTED)))
 
     def interrupted_tools(self) -> dict[tuple[str, int], list[ToolResult]]:
         """Return the tool calls of rollouts that a resume continues, by (rollout, seed)."""
-        groups = "state = 'in_flight' OR (state = 'buffered' AND status = 'aborted')"
-        return self._tools(f"group_id IN (SELECT group_id FROM groups WHERE {groups})")
+        return self._tools(_INTERRUPTED)
 
     def tools(self, group_id: str) -> dict[tuple[str, int], list[ToolResult]]:
         """Return the tool calls of a group's rollouts, by (rollout, seed); those of every try."""

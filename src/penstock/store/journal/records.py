@@ -6,7 +6,6 @@ tokens). A caller does not change a group until its record is durable.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import itertools
 import json
@@ -48,13 +47,6 @@ _REDO_STEP = (
 )
 
 
-class Tables:
-    """Where records are written: the writer's connection, and its table of groups."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self.db, self.groups = db, GroupTable(db)
-
-
 # Records are not frozen: a frozen dataclass takes three times as long to make.
 
 
@@ -67,17 +59,14 @@ class Drawn:
     task: str
     cursor: int
     prompt: Prompt
-    new_prompt: bool
 
     @classmethod
-    def write_all(cls, tables: Tables, records: Sequence[Drawn]) -> None:
+    def write_all(cls, tables: GroupTable, records: Sequence[Drawn]) -> None:
+        new = [r for r in records if tables.is_new_prompt(r.task, r.prompt.prompt_id)]
         tables.db.executemany(
-            "INSERT OR IGNORE INTO prompt_rows VALUES (?, ?, ?, ?)",
-            [_prompt_row(r) for r in records if r.new_prompt],
+            "INSERT OR IGNORE INTO prompt_rows VALUES (?, ?, ?, ?)", map(_prompt_row, new)
         )
-        tables.groups.draw(
-            [(r.group_id, r.task, r.cursor, r.prompt.prompt_id, r.at) for r in records]
-        )
+        tables.draw([(r.group_id, r.task, r.cursor, r.prompt.prompt_id, r.at) for r in records])
 
 
 @dataclass(slots=True)
@@ -88,15 +77,14 @@ class Landed:
     group: Group
     place: str  # buffered | dropped | in_flight (it failed and will be tried again at once)
     drop_reason: str | None = None
-    done: asyncio.Future[None] | None = None  # of the caller that waits until this is durable
 
     @classmethod
-    def write_all(cls, tables: Tables, records: Sequence[Landed]) -> None:
+    def write_all(cls, tables: GroupTable, records: Sequence[Landed]) -> None:
         rollouts: list[Any] = []
         events: list[Any] = []
         landed = [record._add_values(rollouts, events) for record in records]
         _INSERT_ROLLOUTS.write(tables.db, rollouts)
-        tables.groups.land(landed)
+        tables.land(landed)
         _INSERT_EVENTS.write(tables.db, events)
 
     def _add_values(self, rollouts: list[Any], events: list[Any]) -> tuple[str, tuple, tuple]:
@@ -141,8 +129,7 @@ class Landed:
         error = group.error and stored_text(group.error)
         kind = "filtered" if self.drop_reason == "filtered" else "landed"
         event = (at, group_id, kind, status, tries, error, total, mean, version)
-        events += event
-        events.append(row_check(*event))
+        events += (*event, row_check(*event))
         values = (place, status, tries, version, total, mean, at)
         return group_id, values, (self.drop_reason, error, len(group.rollouts))
 
@@ -160,9 +147,9 @@ class Moved:
     reason: str
     drop_reason: str | None = None
 
-    def write(self, tables: Tables) -> None:
+    def write(self, tables: GroupTable) -> None:
         values = (self.place, self.status, self.tries)
-        tables.groups.move(self.kind, self.group_id, values, self.drop_reason)
+        tables.move(self.kind, self.group_id, values, self.drop_reason)
         reason = stored_text(self.reason)
         event = (self.at, self.group_id, self.kind, self.status, self.tries, reason, *(None,) * 3)
         _INSERT_EVENTS.write(tables.db, (*event, row_check(*event)))
@@ -176,7 +163,7 @@ class StepBegun:
     step: int
     group_ids: Sequence[str]
 
-    def write(self, tables: Tables) -> None:
+    def write(self, tables: GroupTable) -> None:
         db = tables.db
         self._check_turn(db)
         row = (self.step, self.at, json.dumps(list(self.group_ids)))
@@ -184,7 +171,7 @@ class StepBegun:
             "INSERT INTO step_rows(step, begun_at, group_ids, row_check) VALUES (?, ?, ?, ?)",
             (*row, row_check(*row, *(None,) * (len(CHECKED["step_rows"]) - len(row)))),
         )
-        tables.groups.take(self.step, self.group_ids)
+        tables.take(self.step, self.group_ids)
 
     def _check_turn(self, db: sqlite3.Connection) -> None:
         """Raise unless the step before is committed and this one has a batch."""
@@ -207,7 +194,7 @@ class StepCommitted:
     at: float
     report: StepReport
 
-    def write(self, tables: Tables) -> None:
+    def write(self, tables: GroupTable) -> None:
         db = tables.db
         report, step = self.report, self.report.step
         begun_at, group_ids = self._begun(db)
@@ -265,7 +252,7 @@ class StepRedone:
     step: int
     digest: str
 
-    def write(self, tables: Tables) -> None:
+    def write(self, tables: GroupTable) -> None:
         db = tables.db
         if db.execute(_REDO_STEP, {"step": self.step, "digest": self.digest}).rowcount != 1:
             raise RunError(f"journal: step {self.step} is redone, but it was never committed")
@@ -280,7 +267,7 @@ class StepPruned:
     step: int
     keep_text: bool
 
-    def write(self, tables: Tables) -> None:
+    def write(self, tables: GroupTable) -> None:
         db = tables.db
         groups = self._groups(db)
         db.executemany(
@@ -324,7 +311,7 @@ class WeightsSeen:
     version: int
     digest: str
 
-    def write(self, tables: Tables) -> None:
+    def write(self, tables: GroupTable) -> None:
         db = tables.db
         row = (self.at, self.kind, self.engine, self.version, self.digest)
         db.execute(
@@ -340,7 +327,7 @@ class Identified:
 
     values: dict[str, str]
 
-    def write(self, tables: Tables) -> None:
+    def write(self, tables: GroupTable) -> None:
         db = tables.db
         db.executemany(
             "INSERT OR REPLACE INTO identity_rows(name, value, row_check) VALUES (?, ?, ?)",
@@ -364,7 +351,7 @@ Record = (
 )
 
 
-def write_in_order(tables: Tables, records: Sequence[Record]) -> None:
+def write_in_order(tables: GroupTable, records: Sequence[Record]) -> None:
     """Write the records in order; consecutive draws and landings go in one call each."""
     for kind, run in itertools.groupby(records, type):
         same = cast(Any, list(run))

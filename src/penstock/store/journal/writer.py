@@ -16,12 +16,13 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from penstock.errors import PenstockError, RunError
-from penstock.store.journal.records import Landed, Record, Tables, write_in_order
+from penstock.store.journal.group_table import GroupTable
+from penstock.store.journal.records import Record, write_in_order
 
 _MOST_PER_COMMIT = 2048
 
 
-_Waiter = asyncio.Future[None] | Future[None]  # of an event loop, or of a thread
+Waiter = asyncio.Future[None] | Future[None]  # of an event loop, or of a thread
 _WAITERS = (asyncio.Future, Future)
 
 
@@ -39,9 +40,9 @@ class Writer:
     """Owns the writing connection. `threaded=False` writes in the caller's thread, for virtual time."""
 
     def __init__(self, database: sqlite3.Connection, path: Path, *, threaded: bool = True) -> None:
-        self._database, self._tables = database, Tables(database)
+        self._database, self._tables = database, GroupTable(database)
         self._path = path
-        self._queue: queue.SimpleQueue[Record | _Waiter | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Record | Waiter | None] = queue.SimpleQueue()
         self._fault: PenstockError | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -49,41 +50,28 @@ class Writer:
             self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
             self._thread.start()
 
-    def submit(self, record: Record) -> None:
-        """Queue a record; it becomes durable later."""
-        if self._fault is not None or self._closed:
-            self._check()
-        self._queue.put(record)
+    def submit(self, item: Record | Waiter) -> None:
+        """Queue a record, which becomes durable later, or one who waits for those before."""
+        self._check()
+        self._queue.put(item)
 
-    def durable(self, record: Landed | None = None) -> asyncio.Future[None]:
-        """Submit a record if one is given, and return a future that is done when it is committed.
-
-        Every record that was submitted before is committed then, too.
-        """
-        done = self._queue_up(record)
-        if self._thread is None:
-            self._drain(block=False)
-        return done
-
-    def _queue_up(self, record: Landed | None) -> asyncio.Future[None]:
-        if self._fault is not None or self._closed:
-            self._check()
+    def durable(self) -> asyncio.Future[None]:
+        """Return a future that is done when every record submitted so far is committed."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if record is None:
-            self._queue.put(done)
-        else:  # one item, not two: a run queues one for each of its groups
-            record.done = done
-            self._queue.put(record)
+        self.submit(done)
+        self._drain_unless_threaded()
         return done
 
     def wait_durable(self) -> None:
         """Do the same as `durable()`, for callers without an event loop."""
-        self._check()
         done: Future[None] = Future()
-        self._queue.put(done)
+        self.submit(done)
+        self._drain_unless_threaded()
+        done.result()
+
+    def _drain_unless_threaded(self) -> None:
         if self._thread is None:
             self._drain(block=False)
-        done.result()
 
     def close(self) -> None:
         """Write the queued records and end the thread; safe to call twice."""
@@ -93,8 +81,7 @@ class Writer:
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join()
-        else:
-            self._drain(block=False)
+        self._drain_unless_threaded()
         self._database.close()
         if self._fault is not None:
             raise self._fault
@@ -112,7 +99,7 @@ class Writer:
     def _drain(self, *, block: bool) -> bool:
         """Commit the queued records; return False once the closing mark was seen."""
         records: list[Record] = []
-        waiters: list[_Waiter] = []
+        waiters: list[Waiter] = []
         open_still = True
         get, wait = self._queue.get, block  # only the first item is waited for
         while len(records) < _MOST_PER_COMMIT or not block:
@@ -126,10 +113,8 @@ class Writer:
                 break
             if isinstance(item, _WAITERS):
                 waiters.append(item)
-                continue
-            records.append(item)
-            if type(item) is Landed and item.done is not None:
-                waiters.append(item.done)
+            else:
+                records.append(item)
         try:
             self._commit(records)
         except Exception as error:  # the thread lives on, so that every waiter gets the error
@@ -137,7 +122,7 @@ class Writer:
         self._wake(waiters)
         return open_still
 
-    def _wake(self, waiters: list[_Waiter]) -> None:
+    def _wake(self, waiters: list[Waiter]) -> None:
         """Wake the waiters with one message per event loop, however many wait in it."""
         by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         for waiter in waiters:
