@@ -69,7 +69,7 @@ class Run:
         where: str | None = None,
         limit: int = 20,
     ) -> list[dict[str, Any]]:
-        """Return responses with their prompts, rewards and outcomes, trained ones first.
+        """Responses with their prompts, rewards and outcomes, trained ones first.
 
         `where` is an SQL condition on the journal's view `rollouts`, such as "reward < 0.5".
         """
@@ -204,7 +204,7 @@ def resume(
 
 
 def open_run(run: str | Path) -> Run:
-    """Return a run by its folder, or by its name in runs/; it may still be under way."""
+    """A run by its folder, or by its name in runs/; it may still be under way."""
     return Run(_folder(run))
 
 
@@ -316,7 +316,7 @@ def score(
 
 
 def name_rewards(reward: Reward | None) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
-    """Return the rewards as a config has them, and the Python objects that they name."""
+    """The rewards as a config has them, and the Python objects that they name."""
     if reward is None:
         return None, {}
     rewards: list[dict[str, Any]] = []
@@ -331,7 +331,7 @@ def name_rewards(reward: Reward | None) -> tuple[list[dict[str, Any]] | None, di
 
 
 def _importable(target: Any) -> str:
-    """Return `module:name` if a new process can import the object; else the empty string."""
+    """`module:name` if a new process can import the object; else the empty string."""
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", "")
     if module in (None, "__main__") or not str(name).isidentifier():
         return ""
@@ -360,7 +360,7 @@ def _named(target: Any, objects: dict[str, Any]) -> str:
 
 
 def _objects_again(config: Config, reward: Reward | None) -> dict[str, Any]:
-    """Return the objects that a run's config names, from the rewards that are given again."""
+    """The objects that a run's config names, from the rewards that are given again."""
     from penstock.config.plugins import PYTHON
 
     tasks = (*config.tasks.values(), *config.eval.tasks.values())
@@ -449,7 +449,7 @@ def _rows(source: Any) -> Iterable[Any]:
 
 
 def _task_names(data: Data | None, config: str | Path | None) -> tuple[str, str]:
-    """Return the keys of the training and of the evaluation task: the config's own, if it has one."""
+    """The keys of the training and of the evaluation task: the config's own, if it has one."""
     if config is None:
         if data is None:
             raise UserError(

@@ -80,7 +80,7 @@ def _split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
 def _trusted_config(
     arguments: list[str] | None, *, trust: bool = False, with_tasks: bool = True
 ) -> Config:
-    """Return the config of a command that may execute what it names."""
+    """The config of a command that may execute what it names."""
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides)
     if with_tasks:
@@ -576,7 +576,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _usage_line(error: Any) -> str:
-    """Return what the parser refused, in one line. A command group without a command shows its help."""
+    """What the parser refused, in one line. A command group without a command shows its help."""
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         raise SystemExit(2)

@@ -94,23 +94,23 @@ def _write_back(descriptor: int) -> None:
 
 
 def can_write(folder: Path) -> bool:
-    """Return whether files can be made in the folder: permissions and a read-only mount both count."""
+    """Whether files can be made in the folder: permissions and a read-only mount both count."""
     return os.access(folder, os.W_OK)
 
 
 def existing(path: Path) -> Path:
-    """Return the path, or its nearest parent that exists."""
+    """The path, or its nearest parent that exists."""
     return path if path.exists() else existing(path.parent)
 
 
 def network_file_system(path: Path) -> str:
-    """Return the type of the network file system that holds the path; empty for a local disk."""
+    """The type of the network file system that holds the path; empty for a local disk."""
     kind = _file_system(existing(path.absolute()).resolve())
     return kind if kind.removeprefix("fuse.") in _NETWORK.split() else ""
 
 
 def _file_system(path: Path) -> str:
-    """Return the type of the last mount among those nearest to the path; empty if none is listed."""
+    """The type of the last mount among those nearest to the path; empty if none is listed."""
     found, depth = "", -1
     lines = MOUNTS.read_text(encoding="utf-8", errors="replace") if MOUNTS.is_file() else ""
     for line in lines.splitlines():
@@ -150,7 +150,7 @@ class ScratchFolder:
 
 
 def memory_folder() -> str:
-    """Return the folder whose files are kept in memory, or the temporary folder if there is none."""
+    """The folder whose files are kept in memory, or the temporary folder if there is none."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
 
 
@@ -193,7 +193,7 @@ _HIDDEN, _KEPT = "\ufffd", "\n\t\u200c\u200d"  # the last two join letters and e
 
 
 def visible(text: str) -> str:
-    """Return the text with every character that cannot be seen, but line feeds and tabs, replaced."""
+    """The text with every character that cannot be seen, but line feeds and tabs, replaced."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in _KEPT or _is_space(c) else _HIDDEN for c in text)
@@ -204,7 +204,7 @@ def _is_space(character: str) -> bool:
 
 
 def console(**options: Any) -> Console:
-    """Return a rich console that reads no markup in text and makes it visible; options as rich's."""
+    """A rich console that reads no markup in text and makes it visible; options as rich's."""
     made = Console(**{"markup": False, **options})
     made.push_render_hook(_MakeVisible())
     return made

@@ -52,7 +52,7 @@ LEGAL_MOVES: dict[Status, frozenset[Status]] = {
 
 
 def move(current: Status, target: Status) -> Status:
-    """Return `target` if the table allows the move from `current`; no move is always allowed."""
+    """`target` if the table allows the move from `current`; no move is always allowed."""
     if current is not target and target not in LEGAL_MOVES[current]:
         allowed = ", ".join(sorted(LEGAL_MOVES[current])) or "none, it is final"
         raise ValueError(f"illegal status move: got {current} -> {target}, allowed: {allowed}")
@@ -95,7 +95,7 @@ def _tokens_of(segments: Sequence[VersionSegment]) -> int:
 
 
 def expand_segments(segments: Iterable[VersionSegment]) -> list[int]:
-    """Return the version of every token."""
+    """The version of every token."""
     return [segment.version for segment in segments for _ in range(segment.length)]
 
 
@@ -259,7 +259,7 @@ class Rollout:
         self.check()
 
     def sequences(self) -> list[tuple[np.ndarray, slice]]:
-        """Return (prompt ids, place of its tokens in the response arrays) of each training row."""
+        """(prompt ids, place of its tokens in the response arrays) of each training row."""
         if not self.rows:
             return [(self.prompt_ids, slice(0, len(self.response_ids)))]
         ends = np.cumsum([row.length for row in self.rows]).tolist()
@@ -335,7 +335,7 @@ _IDS, _LOGPROBS, _MASK = np.dtype("<i4"), np.dtype("<f4"), np.dtype(np.bool_)
 
 
 def _own(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the array, or a copy if an engine may write to it again."""
+    """The array, or a copy if an engine may write to it again."""
     if isinstance(array, np.ndarray) and array.dtype is dtype and not array.flags.writeable:
         return array
     return np.array(array, dtype)
@@ -346,7 +346,7 @@ def _bytes_of(array: np.ndarray, dtype: np.dtype) -> bytes:
 
 
 def contradicts(recorded: str, found: str) -> bool:
-    """Return whether two fingerprints of one form differ; other forms cannot be compared."""
+    """Whether two fingerprints of one form differ; other forms cannot be compared."""
     form = recorded.split("-")[0] + "-"
     return form == _FINGERPRINT and recorded != found
 
@@ -419,7 +419,7 @@ class Group:
         return min((version for version in versions if version is not None), default=None)
 
     def staleness(self, train_step: int) -> int:
-        """Return the updates between the oldest token and the step that trains it; 0 is on-policy."""
+        """The updates between the oldest token and the step that trains it; 0 is on-policy."""
         oldest = self.oldest_version
         return 0 if oldest is None else staleness(train_step, oldest)
 
@@ -428,7 +428,7 @@ class Group:
         return sum(len(rollout.response_ids) for rollout in self.rollouts)
 
     def fingerprint(self) -> str:
-        """Return a hash of all that a trainer reads: ids, tokens, log-probs, masks, versions, rewards."""
+        """A hash of all that a trainer reads: ids, tokens, log-probs, masks, versions, rewards."""
         parts = [self.group_id.encode()]
         for rollout in self.rollouts:
             score, versions = rollout.score, [(s.version, s.length) for s in rollout.segments]
@@ -456,7 +456,7 @@ class Group:
 
 
 def _join_group(about: tuple[Any, ...], rows: list[Any], tokens: tuple[bytes, ...]) -> Group:
-    """Return the group that `Group.__reduce__` took apart; its arrays cannot be written."""
+    """The group that `Group.__reduce__` took apart; its arrays cannot be written."""
     group_id, task, cursor, prompt, tries, error = about
     ids, logprobs, mask = map(np.frombuffer, tokens, (_IDS, _LOGPROBS, _MASK))
     rollouts, start = [], 0
@@ -483,7 +483,7 @@ def _join_group(about: tuple[Any, ...], rows: list[Any], tokens: tuple[bytes, ..
 
 
 def staleness(train_step: int, policy_version: int) -> int:
-    """Return the updates that a version is behind; version s - 1 is on-policy in step s."""
+    """The updates that a version is behind; version s - 1 is on-policy in step s."""
     return train_step - policy_version - 1
 
 
@@ -499,7 +499,7 @@ class Batch:
         return [rollout for group in self.groups for rollout in group.rollouts]
 
     def fingerprints(self) -> tuple[tuple[str, str], ...]:
-        """Return (group id, hash of its content) of every group, in order."""
+        """(group id, hash of its content) of every group, in order."""
         return tuple((group.group_id, group.fingerprint()) for group in self.groups)
 
 

@@ -21,7 +21,7 @@ from penstock.errors import PenstockError, WorkerDied
 
 
 def loop_time() -> float:
-    """Return the seconds of the running event loop's clock; of the system's without a loop."""
+    """The seconds of the running event loop's clock; of the system's without a loop."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:
@@ -129,7 +129,7 @@ class Waits:
             listener(wait)
 
     def wait(self, lane: str, what: WaitKind, detail: str = "", *, responder: str = "") -> OpenWait:
-        """Return a wait that is open inside its `with` block."""
+        """A wait that is open inside its `with` block."""
         return OpenWait(self, lane, what, detail, responder)
 
     def begin(
@@ -146,7 +146,7 @@ class Waits:
         return wait
 
     def leaves(self) -> list[OpenWait]:
-        """Return the open waits that have a responder; for each task, the one it opened last."""
+        """The open waits that have a responder; for each task, the one it opened last."""
         deepest = {wait.task or number: wait for number, wait in self.open.items()}
         return [wait for wait in deepest.values() if wait.responder]
 

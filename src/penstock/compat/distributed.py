@@ -103,14 +103,14 @@ def launch_distributed(
 
 
 def distributed_config(arguments: Mapping[str, Any]) -> Config:
-    """Return the config that the arguments of `launch_distributed` stand for."""
+    """The config that the arguments of `launch_distributed` stand for."""
     tree = merged(nested("launch.kind", "ray"), config_tree(arguments))
     tree = merged(tree, _sizes(arguments, validate(tree)))
     return validate(merged(tree, arguments["overrides"] or {}))
 
 
 def _sizes(arguments: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Return the settings that batch sizes stand for."""
+    """The settings that batch sizes stand for."""
     tables: dict[str, Any] = {}
     if per_sync := arguments["inference_batch_size"]:
         producers, step = config.launch.num_producers, config.train.groups_per_step

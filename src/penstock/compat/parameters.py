@@ -42,7 +42,7 @@ def _renamed(names: Mapping[str, str]) -> Callable[[Mapping[str, Any]], dict[str
 
 
 def _sampling(parameter: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of [sampling]; a key that is none of them is refused."""
+    """Fields of [sampling]; a key that is none of them is refused."""
     table = _renamed(_SAMPLING)(fields)
     _refuse_others(parameter, table, [*_SAMPLING, *SamplingConfig.model_fields])
     if table.get("top_k") in (-1, None):
@@ -56,7 +56,7 @@ def _tokenizer(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _algorithm(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return [algorithm], and the reward that stands in the same dictionary there."""
+    """[algorithm], and the reward that stands in the same dictionary there."""
     algorithm = dict(fields)
     if name := algorithm.pop("algo", None):
         algorithm["name"] = _ALGORITHMS.get(name, name)
@@ -86,7 +86,7 @@ def _refuse_others(
 def _eval_tasks(
     arguments: Mapping[str, Any], train: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return tables of [eval.tasks] from {task: path} or {task: {path, max_length, system_prompt}}.
+    """Tables of [eval.tasks] from {task: path} or {task: {path, max_length, system_prompt}}.
 
     What a task does not give, it takes from the training table: rewards, system prompt, longest prompt.
     """
@@ -150,7 +150,7 @@ SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def config_tree(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that the arguments of a call stand for; None sets nothing."""
+    """The settings that the arguments of a call stand for; None sets nothing."""
     tree = nested("tasks.train.rewards", [{"type": _REWARD}])
     for name, (key, translate) in SETTINGS.items():
         value = arguments.get(name)
@@ -160,7 +160,7 @@ def config_tree(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
-    """Return the tree in which `key` has this value; without a key the value is the tree."""
+    """The tree in which `key` has this value; without a key the value is the tree."""
     for name in reversed(key.split(".") if key else []):
         value = {name: value}
     return dict(value)

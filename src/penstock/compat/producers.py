@@ -140,7 +140,7 @@ class BaseProducer:
         raise NotImplementedError
 
     def new_weights(self) -> Mapping[str, Any] | None:
-        """Return the state dict to use after each `batch_size` prompts; None keeps the current one."""
+        """The state dict to use after each `batch_size` prompts; None keeps the current one."""
         return None
 
     # ---- what a user calls
@@ -158,7 +158,7 @@ class BaseProducer:
         self._groups_joined[group_name] = group
 
     def receive_state_dict(self, group_name: str = "default") -> dict[str, Any]:
-        """Return what rank 0 of a joined group sends next, for `new_weights` or `load_state_dict`."""
+        """What rank 0 of a joined group sends next, for `new_weights` or `load_state_dict`."""
         if group_name not in self._groups_joined:
             joined = ", ".join(self._groups_joined) or "none: init_collective_group comes first"
             raise UserError(f"group_name: got {group_name!r}, allowed: {joined}")
@@ -411,13 +411,13 @@ class ProducerLog:
 
 
 def unpadded(input_ids: Any, attention_mask: Any) -> list[np.ndarray]:
-    """Return the prompts of a padded batch, each without its padding."""
+    """The prompts of a padded batch, each without its padding."""
     ids, mask = np.asarray(input_ids), np.asarray(attention_mask).astype(bool)
     return [row[keep].astype(np.int32) for row, keep in zip(ids, mask, strict=True)]
 
 
 def prompt_tensors(prompts: list[Prompt], pad_id: int) -> dict[str, Any]:
-    """Return the arguments of `rollout` for these prompts: left-padded ids, and one list per field."""
+    """The arguments of `rollout` for these prompts: left-padded ids, and one list per field."""
     import torch
 
     width = max(len(prompt.token_ids) for prompt in prompts)
@@ -435,7 +435,7 @@ def prompt_tensors(prompts: list[Prompt], pad_id: int) -> dict[str, Any]:
 
 
 def group_tensors(groups: list[Group], advantages_PG: np.ndarray, pad_id: int) -> dict[str, Any]:
-    """Return tensors of [prompts, generations, length], prompts padded left and responses right.
+    """Tensors of [prompts, generations, length], prompts padded left and responses right.
 
     `response_idx` holds the first and the last index of a response in `input_ids`; action tensors
     cover the response only.
@@ -478,6 +478,6 @@ def group_tensors(groups: list[Group], advantages_PG: np.ndarray, pad_id: int) -
 
 
 def _verdict(rollout: Rollout, name: str) -> bool:
-    """Return the reward's verdict `name`; if it has none, whether the reward is above 0."""
+    """The reward's verdict `name`; if it has none, whether the reward is above 0."""
     verdict = getattr(rollout.score, name)
     return rollout.reward > 0 if verdict is None else bool(verdict)

@@ -79,7 +79,7 @@ def send_state_dict(group: WeightGroup, state_dict: Mapping[str, Any]) -> None:
 
 
 def receive_state_dict(group: WeightGroup, device: str = "cpu") -> dict[str, Any]:
-    """Return the state dict that rank 0 sends next, on `device`."""
+    """The state dict that rank 0 sends next, on `device`."""
     size = int(group.receive([("size", "int64", [1])])["size"])
     text = group.receive([("text", "uint8", [size])])["text"]
     return group.receive(json.loads(bytes(text.tolist())), device)

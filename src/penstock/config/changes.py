@@ -71,7 +71,7 @@ class Change:
 
 
 def allowed_changes(before: Config, after: Config, *, pinned: Container[str] = ()) -> list[Change]:
-    """Return the settings that differ; raise a UserError for one that must not change.
+    """The settings that differ; raise a UserError for one that must not change.
 
     `pinned`: paths that may change, because the content behind them is compared instead.
     """
@@ -91,19 +91,19 @@ def allowed_changes(before: Config, after: Config, *, pinned: Container[str] = (
 
 
 def differing(before: Config, after: Config) -> list[str]:
-    """Return each setting that differs as `key=value`, with the later value."""
+    """Each setting that differs as `key=value`, with the later value."""
     old, new = flat(before.model_dump()), flat(after.model_dump())
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     return [f"{key}={new.get(key)}" for key in keys]
 
 
 def effect_of(key: str) -> str:
-    """Return FREE, UPDATE, or the reason why this key must not change."""
+    """FREE, UPDATE, or the reason why this key must not change."""
     return next(effect for pattern, effect in RULES if fnmatchcase(key, pattern))
 
 
 def _is_whole_task(key: str, old: dict[str, object], new: dict[str, object]) -> bool:
-    """Return whether only one of the two configs has the key's task."""
+    """Whether only one of the two configs has the key's task."""
     if not key.startswith("tasks."):
         return False
     data = f"tasks.{key.split('.')[1]}.data"
@@ -111,7 +111,7 @@ def _is_whole_task(key: str, old: dict[str, object], new: dict[str, object]) -> 
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, object]:
-    """Return the settings of a tree by their dotted keys."""
+    """The settings of a tree by their dotted keys."""
     found: dict[str, object] = {}
     for key, value in tree.items():
         if isinstance(value, dict):

@@ -11,7 +11,7 @@ from penstock.config import Config, LaunchConfig, ProduceConfig
 
 
 def doubts(config: Config) -> list[str]:
-    """Return a line for each setting that is legal but probably a mistake."""
+    """A line for each setting that is legal but probably a mistake."""
     found = []
     for task in config.tasks:
         produce, sampling = config.task_produce(task), config.task_sampling(task)
@@ -63,7 +63,7 @@ def _generates_during_updates(produce: ProduceConfig) -> bool:
 
 
 def _without_effect(config: Config, produce: ProduceConfig) -> list[str]:
-    """Return a line for each switch of [produce] that does nothing in this run."""
+    """A line for each switch of [produce] that does nothing in this run."""
     aborts, found = config.sync.on_update == "abort", []
     if produce.enable_partial_rollout and not aborts:
         found.append(

@@ -122,14 +122,14 @@ def nearest_key(key: str, valid: Sequence[str], *, with_foreign: bool) -> str:
 
 
 def key_of(error: ErrorDetails) -> str:
-    """Return the dotted key that the error is about, such as `launch.producer_kinds[0].count`."""
+    """The dotted key that the error is about, such as `launch.producer_kinds[0].count`."""
     path = (part for part in error["loc"] if part != "[key]")  # pydantic marks a wrong key so
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return "".join(parts).removeprefix(".")
 
 
 def allowed(error: ErrorDetails) -> str:
-    """Return what is allowed where the error is."""
+    """What is allowed where the error is."""
     words = error["msg"].removeprefix("Input should be ")
     for theirs, ours in _PLAIN.items():
         if words.startswith(theirs):  # what follows says how it failed: the value is in the line
@@ -138,7 +138,7 @@ def allowed(error: ErrorDetails) -> str:
 
 
 def first_mistake(error: ValidationError, table: type[BaseModel], place: str) -> str:
-    """Return the first mistake in the table at `place`: its key, what was given, what is allowed."""
+    """The first mistake in the table at `place`: its key, what was given, what is allowed."""
     first = error.errors()[0]
     if first["type"] == "value_error":
         return f"{place}.{first['msg'].removeprefix('Value error, ')}"

@@ -39,7 +39,7 @@ def given(objects: Mapping[str, Any]) -> Iterator[None]:
 
 
 def fingerprint(name: str) -> str:
-    """Return twelve digits that depend on the source of a given object; empty if it is not given."""
+    """Twelve digits that depend on the source of a given object; empty if it is not given."""
     target = _given.get().get(name.removeprefix(PYTHON))
     if target is None:
         return ""
@@ -59,7 +59,7 @@ def check_name(kind: str, name: str, table: Mapping[str, str]) -> None:
 
 
 def load(kind: str, name: str, table: Mapping[str, str]) -> Any:
-    """Return the object that `name` stands for, importing its module."""
+    """The object that `name` stands for, importing its module."""
     check_name(kind, name, table)
     if name.startswith(PYTHON):
         return _load_given(kind, name)
@@ -92,7 +92,7 @@ _NOT_THE_USERS = (  # where the code of Penstock, of Python and of libraries is
 
 
 def place_of(error: Exception) -> str:
-    """Return " (file:line)" of the user's code that raised; empty if there is none."""
+    """ " (file:line)" of the user's code that raised; empty if there is none."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)

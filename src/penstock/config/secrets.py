@@ -40,7 +40,7 @@ def refuse_secrets(tree: Any) -> None:
 
 
 def from_environment(key: str, variable: str, *, default: str = "") -> str:
-    """Return the secret that an environment variable holds; only `default` may be unset."""
+    """The secret that an environment variable holds; only `default` may be unset."""
     value = os.environ.get(variable, "")
     if variable and not value and variable != default:
         raise UserError(f"{key}: got {variable!r}, allowed: an environment variable that is set")

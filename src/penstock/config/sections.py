@@ -51,7 +51,7 @@ S = TypeVar("S", bound=Section)
 
 
 def overlay(base: S, fields: dict[str, Any], key: str) -> S:
-    """Return the table with these fields laid over it; `key` is where they were given."""
+    """The table with these fields laid over it; `key` is where they were given."""
     if not fields:
         return base
     try:
@@ -356,7 +356,7 @@ class ParallelConfig(Section):
         return self.tensor * self.context * self.pipeline
 
     def data_index(self, rank: int, world: int) -> int:
-        """Return which share of a batch's groups a rank works on.
+        """Which share of a batch's groups a rank works on.
 
         Ranks are counted along the axes pipeline, data, context, tensor; the last one is the innermost.
         """

@@ -36,7 +36,7 @@ class LoadedConfig:
     origins: dict[str, str]  # dotted key -> "file NAME" | "command line"
 
     def origin(self, key: str) -> str:
-        """Return where the value of a key came from."""
+        """Where the value of a key came from."""
         parts = key.split(".")
         for length in range(len(parts), 0, -1):
             if found := self.origins.get(".".join(parts[:length])):
@@ -71,7 +71,7 @@ def load_config(
 
 
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
-    """Return the config with `key.sub=value` settings laid over it."""
+    """The config with `key.sub=value` settings laid over it."""
     tree = config.model_dump(mode="json")
     for text in overrides:
         _put(tree, *_parse_override(text))
@@ -88,7 +88,7 @@ def validate(tree: dict[str, Any]) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """Return the resolved config as TOML, for the run folder; `config_lines` is for people."""
+    """The resolved config as TOML, for the run folder; `config_lines` is for people."""
     return "\n".join(_toml_lines(config.model_dump(mode="json"), prefix="")) + "\n"
 
 
@@ -102,7 +102,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def as_override(key: str, value: Any) -> str:
-    """Return `key.sub=value` with the value as TOML."""
+    """`key.sub=value` with the value as TOML."""
     return f"{key}={toml_value(value)}"
 
 
@@ -153,13 +153,13 @@ def _toml_lines(table: dict[str, Any], prefix: str) -> Iterator[str]:
 
 @lru_cache(maxsize=4096)
 def toml_key(key: str) -> str:
-    """Return a key as TOML writes it: bare if it may be."""
+    """A key as TOML writes it: bare if it may be."""
     bare = key.replace("-", "").replace("_", "")
     return key if bare.isalnum() and bare.isascii() else toml_value(key)
 
 
 def toml_value(value: Any) -> str:
-    """Return a value as TOML, on one line."""
+    """A value as TOML, on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
@@ -224,7 +224,7 @@ def _setting(name: str, value: Any, field: FieldInfo, origin: str) -> Iterator[s
 
 
 def _allowed(field: FieldInfo) -> str:
-    """Return the values that a field takes, if its type limits them."""
+    """The values that a field takes, if its type limits them."""
     kinds = [field.annotation]
     if get_origin(field.annotation) in (Union, types.UnionType):
         kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)]

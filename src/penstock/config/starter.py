@@ -30,7 +30,7 @@ import re
 
 
 def score(response: str, gt_answer: str) -> bool:
-    """Return whether the last number of the response is the answer."""
+    """Whether the last number of the response is the answer."""
     numbers = re.findall(r"-?\\d+", response)
     return bool(numbers) and int(numbers[-1]) == int(gt_answer)
 '''
@@ -67,7 +67,7 @@ def write_starter(folder: Path, answers: Answers) -> list[Path]:
 
 
 def _sample(answers: Answers) -> dict[str, str]:
-    """Return sums of two numbers, 200 to train on and 50 others to evaluate."""
+    """Sums of two numbers, 200 to train on and 50 others to evaluate."""
     choice = random.Random(0)
     pairs = choice.sample([(a, b) for a in range(10, 100) for b in range(10, 100)], 250)
     asked = "{}+{}" if answers.model == "demo" else "What is {} + {}?"

@@ -56,11 +56,11 @@ class Config(Section):
     watchdog: WatchdogConfig = WatchdogConfig()
 
     def task_sampling(self, task: str) -> SamplingConfig:
-        """Return [sampling] with the task's own fields laid over it."""
+        """[sampling] with the task's own fields laid over it."""
         return overlay(self.sampling, self.tasks[task].sampling, f"tasks.{task}.sampling")
 
     def task_produce(self, task: str) -> ProduceConfig:
-        """Return [produce] with the task's own fields laid over it."""
+        """[produce] with the task's own fields laid over it."""
         return overlay(self.produce, self.tasks[task].produce, f"tasks.{task}.produce")
 
     def eval_sampling(self, task: str) -> SamplingConfig:
@@ -93,7 +93,7 @@ class Config(Section):
         return self.model_copy(update={"engine": engine})
 
     def engine_of_kind(self, place: int) -> EngineConfig:
-        """Return [engine] with the fields of one of launch.producer_kinds laid over it."""
+        """[engine] with the fields of one of launch.producer_kinds laid over it."""
         fields = self.launch.producer_kinds[place].engine
         return overlay(self.engine, fields, f"launch.producer_kinds[{place}].engine")
 
@@ -104,13 +104,13 @@ class Config(Section):
         return plain + [self.engine_of_kind(place) for place in range(len(kinds))]
 
     def pool_engine(self) -> EngineConfig:
-        """Return [engine] as the pool reads it: if engines differ, each is asked how many slots it has."""
+        """[engine] as the pool reads it: if engines differ, each is asked how many slots it has."""
         if not self.launch.producer_kinds:
             return self.engine
         return self.engine.model_copy(update={"max_slots": 0})
 
     def may_leave_engines(self) -> bool:
-        """Return whether publications may go on without a late engine: if every task may run ahead.
+        """Whether publications may go on without a late engine: if every task may run ahead.
 
         What a late engine samples counts by the version of its weights. It gets no request that needs
         newer ones, and a step waits for the responses that the next step could not train any more.
@@ -119,7 +119,7 @@ class Config(Section):
         return all(produce.staleness_bound > 0 for produce in tasks)
 
     def publishes_after(self, step: int, total_steps: int) -> bool:
-        """Return whether the weights of this step are published to the engines."""
+        """Whether the weights of this step are published to the engines."""
         return step % self.sync.every_steps == 0 or step == total_steps
 
     @model_validator(mode="before")

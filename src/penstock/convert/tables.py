@@ -19,7 +19,7 @@ TASK, EVAL = "tasks.train", "eval.tasks.heldout"
 
 
 def read(value: Any) -> Any:
-    """Return a number, bool or text as it was meant."""
+    """A number, bool or text as it was meant."""
     if not isinstance(value, str):
         return value
     lowered = value.strip().lower()
@@ -36,7 +36,7 @@ def read(value: Any) -> Any:
 
 
 def trackers(value: Any) -> list[str]:
-    """Return the console and the trackers that are named."""
+    """The console and the trackers that are named."""
     return ["console", *(name for name in ("tensorboard", "wandb") if name in str(value).lower())]
 
 
@@ -46,7 +46,7 @@ def _rewards(value: Any) -> list[dict[str, Any]]:
 
 
 def _words(value: Any) -> list[str]:
-    """Return the names of a list; "all-linear" means all, which an empty list means here."""
+    """The names of a list; "all-linear" means all, which an empty list means here."""
     names = value if isinstance(value, list) else str(value).strip("[]").replace(",", " ").split()
     return [] if names == ["all-linear"] else [str(name) for name in names]
 

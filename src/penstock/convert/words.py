@@ -26,7 +26,7 @@ _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
 
 
 def read_words(path: Path) -> dict[str, Any]:
-    """Return the words of a file and their values, in the file's order; a flag without a value is True."""
+    """The words of a file and their values, in the file's order; a flag without a value is True."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -94,7 +94,7 @@ def _filled(token: str, variables: dict[str, str]) -> str:
 
 
 def _of_tokens(tokens: list[str]) -> dict[str, Any]:
-    """Return the words behind the program; of those of its launcher only the number of processes."""
+    """The words behind the program; of those of its launcher only the number of processes."""
     begin = _program(tokens)
     launcher = _settings(tokens[:begin])
     count = launcher.get("num_processes", launcher.get("nproc_per_node"))
@@ -105,7 +105,7 @@ def _of_tokens(tokens: list[str]) -> dict[str, Any]:
 
 
 def _program(tokens: list[str]) -> int:
-    """Return the index behind the program's name; the end of the tokens if they run none of ours."""
+    """The index behind the program's name; the end of the tokens if they run none of ours."""
     for index, token in enumerate(tokens):
         before = tokens[index - 1] if index else ""
         if token.endswith(".py") or before == "-m" or (token == "grpo" and before.endswith("trl")):
@@ -180,7 +180,7 @@ class Part:
 
 
 def _of_python(text: str, path: Path) -> dict[str, Any]:
-    """Return the words of `trainer = RLColocateTrainerConfig(...)` and of all that it holds."""
+    """The words of `trainer = RLColocateTrainerConfig(...)` and of all that it holds."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
@@ -217,7 +217,7 @@ def _forget(statement: ast.stmt, names: dict[str, Any]) -> None:
 
 
 def _value(node: ast.expr, names: dict[str, Any]) -> Any:
-    """Return the value of a literal, a name, arithmetic with numbers, a variable or a config class."""
+    """The value of a literal, a name, arithmetic with numbers, a variable or a config class."""
     match node:
         case ast.Constant():
             return node.value
@@ -240,7 +240,7 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
 
 
 def _computed(node: ast.BinOp, names: dict[str, Any]) -> Any:
-    """Return a sum, difference, product or quotient of numbers: it cannot grow without bound."""
+    """A sum, difference, product or quotient of numbers: it cannot grow without bound."""
     sides = [_value(side, names) for side in (node.left, node.right)]
     if type(node.op) in _OPERATORS and all(type(side) in (int, float) for side in sides):
         try:

@@ -23,7 +23,7 @@ class Conversion:
     used: set[str] = field(default_factory=set)
 
     def take(self, word: str, default: Any = None) -> Any:
-        """Return the value of a word that is translated together with others."""
+        """The value of a word that is translated together with others."""
         value = self.words.get(word, default)
         self.used.add(word)
         if isinstance(value, Unread):
@@ -57,7 +57,7 @@ def write_config(system: str, file: Path, out: Path | None = None) -> Path:
 
 
 def convert(system: str, path: Path) -> str:
-    """Return the TOML for a command line or a config file of `system`."""
+    """The TOML for a command line or a config file of `system`."""
     conversion = Conversion(read_words(path))
     for word, value in conversion.words.items():
         _translate(conversion, word, value, WORDS[system].get(word))
@@ -109,7 +109,7 @@ def _translate(conversion: Conversion, word: str, value: Any, rule: Rule | None)
 
 
 def _shown(value: Any) -> Any:
-    """Return a value for a comment; of an environment variable only the name."""
+    """A value for a comment; of an environment variable only the name."""
     return value.source if isinstance(value, FromEnvironment) else value
 
 

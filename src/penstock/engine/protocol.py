@@ -41,7 +41,7 @@ class SamplingParams:
 
     @classmethod
     def from_config(cls, config: SamplingConfig, **changes: Any) -> Self:
-        """Return the fields of [sampling], overridden by `changes`."""
+        """The fields of [sampling], overridden by `changes`."""
         given = {
             "temperature": config.temperature,
             "top_k": config.top_k,
@@ -169,7 +169,7 @@ def _split_generations(
     id_bytes: bytes,
     logprob_bytes: bytes,
 ) -> Generations:
-    """Return generations whose arrays cannot be written: a rollout keeps them without a copy."""
+    """Generations whose arrays cannot be written: a rollout keeps them without a copy."""
     ids, logprobs = np.frombuffer(id_bytes, np.int32), np.frombuffer(logprob_bytes, np.float32)
     made, start = Generations(), 0
     for name, length, segments, reason, error in rows:
@@ -225,7 +225,7 @@ class InferenceEngine(Protocol):
         """Undo `sleep`, with the newest weights."""
 
     async def stats(self) -> EngineStats:
-        """Return a snapshot."""
+        """A snapshot."""
 
     async def close(self) -> None:
         """End the engine; return running requests with finish_reason "abort"."""
@@ -264,7 +264,7 @@ def check_request(
 def check_options(
     settings: type[Any], names: Iterable[str], given: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return [engine.options] if `settings` has a field of that name and type for every key."""
+    """[engine.options] if `settings` has a field of that name and type for every key."""
     allowed = {f.name: f for f in fields(settings) if f.name in set(names)}
     for key, value in given.items():
         if key not in allowed:

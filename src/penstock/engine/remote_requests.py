@@ -49,7 +49,7 @@ class RemoteRequest:
 
 
 def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
-    """Return vLLM's names and values for a request's sampling; a partial response shortens the limits."""
+    """vLLM's names and values for a request's sampling; a partial response shortens the limits."""
     sampling, tokens = request.sampling, len(request.response_ids)
     fields: dict[str, Any] = {
         "temperature": sampling.temperature,

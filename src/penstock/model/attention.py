@@ -33,7 +33,7 @@ def flash_attention(
     scale: float,
     window: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return what causal attention within each sequence adds up to [T, heads, size], and what backward needs.
+    """What causal attention within each sequence adds up to [T, heads, size], and what backward needs.
 
     `queries` and `keys` are the cumulative lengths of the sequences, int32, and the largest length.
     """
@@ -54,7 +54,7 @@ def plain_attention(
     softcap: float | None = None,
     sink_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return [batch, heads, queries, value size]; `mask` is True where a query sees a key."""
+    """[batch, heads, queries, value size]; `mask` is True where a query sees a key."""
     groups = query_BHQD.shape[1] // key_BGKD.shape[1]
     key_BHKD = key_BGKD.repeat_interleave(groups, dim=1)
     value_BHKD = value_BGKD.repeat_interleave(groups, dim=1)
@@ -75,7 +75,7 @@ def plain_attention(
 def _probabilities(
     scores: torch.Tensor, mask: torch.Tensor, softcap: float | None, sink_H: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the attention probabilities; with a sink they add up to less than one."""
+    """The attention probabilities; with a sink they add up to less than one."""
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~mask, -torch.inf)

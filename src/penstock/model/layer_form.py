@@ -10,13 +10,13 @@ from torch.nn import functional
 
 
 def is_silu(function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Return whether an activation is silu; near zero, others look the same in a layer's output."""
+    """Whether an activation is silu; near zero, others look the same in a layer's output."""
     probe = torch.linspace(-9, 9, 37)
     return torch.allclose(function(probe), functional.silu(probe))
 
 
 def window_of(attention: Any) -> int | None:
-    """Return the sliding window of an attention; some classes keep it in the config only."""
+    """The sliding window of an attention; some classes keep it in the config only."""
     own = getattr(attention.config, "sliding_window", None)
     window: int | None = getattr(attention, "sliding_window", own)
     return window

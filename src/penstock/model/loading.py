@@ -18,7 +18,7 @@ from penstock.waits import tell_stage
 
 
 def choose_device(name: str, index: int) -> torch.device:
-    """Return the device for `model.device`: `auto` and `cuda` hand out this machine's GPUs in turn.
+    """The device for `model.device`: `auto` and `cuda` hand out this machine's GPUs in turn.
 
     `index` counts the users of GPUs on this machine. Without a GPU, `auto` is the CPU.
     """
@@ -30,7 +30,7 @@ def choose_device(name: str, index: int) -> torch.device:
 
 
 def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """Return the number format of compute and of published weights."""
+    """The number format of compute and of published weights."""
     if config.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, config.dtype)
@@ -38,7 +38,7 @@ def compute_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 def format_of(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the format in which a parameter of a model loaded in `dtype` computes.
+    """The format in which a parameter of a model loaded in `dtype` computes.
 
     Some models keep sensitive parameters in float32: some beside float16 only, some always.
     """
@@ -87,7 +87,7 @@ def load_causal_lm(
 
 
 def end_ids(model: Any) -> tuple[int, ...]:
-    """Return the ids that end a response of this model; the engine bans them up to min_tokens."""
+    """The ids that end a response of this model; the engine bans them up to min_tokens."""
     for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
         found = getattr(config, "eos_token_id", None)
         if found is not None:

@@ -53,10 +53,10 @@ def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Return whether `fuse_norms` replaced this norm's code."""
+    """Whether `fuse_norms` replaced this norm's code."""
     return getattr(module.__dict__.get("forward"), "__func__", None) is _forward
 
 
 def epsilon(module: Any) -> float | None:
-    """Return what a norm adds to the mean square."""
+    """What a norm adds to the mean square."""
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))

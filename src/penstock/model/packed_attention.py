@@ -167,7 +167,7 @@ def _fused_attention(
 
 
 def _mask(block: Block, window: int | None, device: torch.device) -> Tensor:
-    """Return a mask that is True at a token itself and at the tokens, or window - 1 tokens, before it."""
+    """A mask that is True at a token itself and at the tokens, or window - 1 tokens, before it."""
     seen = block.prefix + block.length
     index = torch.arange(seen, device=device)
     distance = index[block.prefix :, None] - index[None, :]
@@ -176,7 +176,7 @@ def _mask(block: Block, window: int | None, device: torch.device) -> Tensor:
 
 @functools.cache
 def _varlen_function() -> tuple[Any, frozenset[str]]:
-    """Return torch's variable-length attention and the option names that this version accepts."""
+    """torch's variable-length attention and the option names that this version accepts."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
@@ -184,7 +184,7 @@ def _varlen_function() -> tuple[Any, frozenset[str]]:
 
 @functools.cache
 def flash_aligns_ends(device: torch.device) -> bool:
-    """Return whether the flash kernel takes fewer queries than keys for the last of a sequence.
+    """Whether the flash kernel takes fewer queries than keys for the last of a sequence.
 
     Tried once per device, because torch does not document it.
     """
@@ -247,7 +247,7 @@ def _flash_attention(
 
 
 def gather_rows(rows_TX: Tensor, index_K: Tensor) -> Tensor:
-    """Return rows[index]; in backward, the gradients of a row's copies are added in float32."""
+    """rows[index]; in backward, the gradients of a row's copies are added in float32."""
     gathered: Tensor = _GatherRows.apply(rows_TX, index_K)
     return gathered
 

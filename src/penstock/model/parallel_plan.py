@@ -58,7 +58,7 @@ def check_stages(settings: Any, size: int, path: str) -> None:
 
 
 def tensor_plan(settings: Any, size: int, path: str) -> dict[str, str]:
-    """Return transformers' plan of an architecture (layer pattern -> style); refuse what cannot be cut."""
+    """transformers' plan of an architecture (layer pattern -> style); refuse what cannot be cut."""
     text, key = settings.get_text_config(), f"train.parallel.tensor: got {size}"
     plan: dict[str, str] = getattr(text, "base_model_tp_plan", None) or {}
     if not plan:

@@ -26,7 +26,7 @@ _BLOCK = 256  # columns per block of the two-level inverse CDF
 
 
 def stream_key(seed: int) -> int:
-    """Return the 64-bit key of a request's stream; `seed` may be any Python integer."""
+    """The 64-bit key of a request's stream; `seed` may be any Python integer."""
     mask = 0xFFFFFFFFFFFFFFFF
     x = (seed + _GOLDEN) & mask
     x = ((x ^ (x >> 30)) * _MIX_1) & mask
@@ -35,7 +35,7 @@ def stream_key(seed: int) -> int:
 
 
 def uniforms(keys_N: np.ndarray, indices_N: np.ndarray) -> np.ndarray:
-    """Return float32 numbers in [0, 1), one per row; `keys_N` is uint64."""
+    """float32 numbers in [0, 1), one per row; `keys_N` is uint64."""
     with np.errstate(over="ignore"):
         x = keys_N + (indices_N.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
@@ -45,7 +45,7 @@ def uniforms(keys_N: np.ndarray, indices_N: np.ndarray) -> np.ndarray:
 
 
 def uniforms_torch(keys_N: torch.Tensor, indices_N: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of `uniforms` from int64 tensors that hold the bits of the uint64 keys."""
+    """The numbers of `uniforms` from int64 tensors that hold the bits of the uint64 keys."""
     x = keys_N + (indices_N.to(torch.int64) + 1) * _signed(_GOLDEN)
     x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
     x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
@@ -78,7 +78,7 @@ class RowSampling:
 
 
 def sample(logits_NV: torch.Tensor, how: RowSampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int64 tokens [N] and their float32 log-probs under the distribution they came from.
+    """int64 tokens [N] and their float32 log-probs under the distribution they came from.
 
     A row whose logits are no distribution (NaN, +inf, or none finite) gets log-prob NaN.
     """
@@ -133,7 +133,7 @@ def pick(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tenso
 def _first_past(
     target_N: torch.Tensor, mass_NC: torch.Tensor, ends_NC: torch.Tensor
 ) -> torch.Tensor:
-    """Return the first cell whose prefix sum passes the target, else the last; never one without mass.
+    """The first cell whose prefix sum passes the target, else the last; never one without mass.
 
     A parallel prefix sum of floats is not monotone, so cells are tested one by one, not counted.
     """

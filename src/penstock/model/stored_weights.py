@@ -33,7 +33,7 @@ class StoredWeights:
 
     @classmethod
     def find(cls, path: str) -> StoredWeights | None:
-        """Return the weights of a folder or hub name; None if they are not in safetensors files."""
+        """The weights of a folder or hub name; None if they are not in safetensors files."""
         from safetensors import safe_open
         from transformers.utils import cached_file
 
@@ -65,7 +65,7 @@ class StoredWeights:
         return name in self._files and tuple(self._slice(name).get_shape()) == tuple(shape)
 
     def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-        """Return a tensor, or some rows and columns of it."""
+        """A tensor, or some rows and columns of it."""
         part = self._slice(name)
         values: Tensor = part[rows] if columns == slice(None) else part[rows, columns].contiguous()
         self.bytes_read += values.nbytes
@@ -141,14 +141,14 @@ class _Lent:
 
 
 def _matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters without values, tied ones once."""
+    """The parameters without values, tied ones once."""
     return {name: one for name, one in model.named_parameters() if one.is_meta}
 
 
 def build(
     path: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
 ) -> tuple[Any, StoredWeights] | None:
-    """Return a causal LM whose matrices have no values yet, and where they are stored.
+    """A causal LM whose matrices have no values yet, and where they are stored.
 
     None if the files do not hold exactly the parameters of the model, under their names: such a model is
     loaded whole.

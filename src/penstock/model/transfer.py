@@ -40,7 +40,7 @@ def all_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Te
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory that shares nothing with the tensor.
+    """A copy in host memory that shares nothing with the tensor.
 
     From a GPU by way of pinned memory, which is kept: straight into new memory the driver copies several times more slowly.
     """
@@ -55,7 +55,7 @@ def _stage() -> Tensor:
 
 
 def copy_through(stage: Tensor, tensor: Tensor) -> Tensor:
-    """Return a copy in host memory, made piece by piece through the bytes of `stage`."""
+    """A copy in host memory, made piece by piece through the bytes of `stage`."""
     source = tensor.detach().contiguous().view(-1).view(torch.uint8)
     made = torch.empty(len(source), dtype=torch.uint8)
     for start in range(0, len(source), len(stage)):
@@ -91,7 +91,7 @@ class HostCopy:
             self._event.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> Tensor:
-        """Return the values, once the device has come so far."""
+        """The values, once the device has come so far."""
         if self._event is not None:
             self._event.synchronize()
         return self._host

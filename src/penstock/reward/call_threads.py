@@ -53,11 +53,11 @@ class CallThreads:
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self, function: Callable[[], Any]) -> Any:
-        """Return what `function` returns, raise what it raises, or CallTimeout."""
+        """What `function` returns, raise what it raises, or CallTimeout."""
         return await self.submit(function)
 
     def submit(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
-        """Return a future of what `function` returns, of what it raises, or of CallTimeout."""
+        """A future of what `function` returns, of what it raises, or of CallTimeout."""
         call = _Call(function, self.loop.create_future())
         self._calls.put(call)
         self._start_worker()

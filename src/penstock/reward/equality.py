@@ -23,7 +23,7 @@ _WORDS = re.compile(r"(?=.*[^\W\d_]{4})[^\W\d_]+(?: [^\W\d_]+)*")  # too long fo
 
 
 def decide(gold: str, answer: str) -> bool | None:
-    """Return whether the answers are equal; None if only algebra can tell."""
+    """Whether the answers are equal; None if only algebra can tell."""
     gold, answer = gold.strip(), answer.strip()
     if gold == answer:
         return bool(gold)
@@ -136,7 +136,7 @@ class Quantity:
 
 
 def clean(text: str) -> str:
-    """Return the answer without marks that carry no meaning: math delimiters, spacing, a final stop."""
+    """The answer without marks that carry no meaning: math delimiters, spacing, a final stop."""
     text = unicodedata.normalize("NFKC", text).translate(_MINUS).strip()
     text = _strip_wrappers(text)
     text = _SPACING.sub(" ", text)
@@ -163,7 +163,7 @@ def _strip_wrappers(text: str) -> str:
 
 
 def read_quantity(cleaned: str, *, letter_units: bool = False) -> Quantity | None:
-    """Return the number that a cleaned answer is; None if it is something else.
+    """The number that a cleaned answer is; None if it is something else.
 
     With `letter_units` one letter may be a unit (5 m), not only a variable.
     """
@@ -230,7 +230,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 def _read_unit(rest: str, letter_units: bool) -> tuple[int, str] | None:
-    """Return (scale, unit) of the text after the number; None if it is not a unit."""
+    """(scale, unit) of the text after the number; None if it is not a unit."""
     separated, rest = rest[:1].isspace(), rest.strip().casefold()
     if not rest:
         return 1, ""
@@ -257,7 +257,7 @@ def _singular(word: str) -> str:
 
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
-    """Return whether the numbers are equal; one unit alone is ignored, two units must agree."""
+    """Whether the numbers are equal; one unit alone is ignored, two units must agree."""
     if gold.unit and answer.unit and gold.unit != answer.unit:
         return False
     if _same_number(gold, answer, gold.value, answer.value):

@@ -28,7 +28,7 @@ class Extract:
 
 
 def tagged_answer(text: str, think_tag: str = "think", answer_tag: str = "answer") -> Extract:
-    """Return the text of the last answer tag. Required: each tag once, in order, no text after."""
+    """The text of the last answer tag. Required: each tag once, in order, no text after."""
     tags = [f"<{answer_tag}>", f"</{answer_tag}>"]
     if think_tag:
         tags = [f"<{think_tag}>", f"</{think_tag}>", *tags]
@@ -58,7 +58,7 @@ def _last_between(text: str, opening: str, closing: str) -> str | None:
 
 
 def boxed_answer(text: str) -> Extract:
-    r"""Return the content of the last \boxed{...} whose braces match; a box within a box is part of it."""
+    r"""The content of the last \boxed{...} whose braces match; a box within a box is part of it."""
     answer: tuple[int, int] | None = None
     open_braces: list[int] = []  # start of the content for a box, -1 for another brace
     for match in _BOX_OR_BRACE.finditer(text):
@@ -75,7 +75,7 @@ def boxed_answer(text: str) -> Extract:
 
 
 def python_block(text: str) -> Extract:
-    """Return the last fenced python block; without one, the last fence that names no language."""
+    """The last fenced python block; without one, the last fence that names no language."""
     blocks = list(_fenced_blocks(text))
     python = [body for language, body in blocks if language in _PYTHON]
     found = python or [body for language, body in blocks if not language]

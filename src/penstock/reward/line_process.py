@@ -84,7 +84,7 @@ class LineProcess:
         return await self.read(timeout_s, processor_time=processor_time)
 
     async def read(self, timeout_s: float = math.inf, *, processor_time: bool = False) -> Any:
-        """Return the next line that the process writes. Raises ProcessGone or ProcessSlow."""
+        """The next line that the process writes. Raises ProcessGone or ProcessSlow."""
         try:
             line = await self._read_line(timeout_s, processor_time)
             return json.loads(line)
@@ -118,7 +118,7 @@ class LineProcess:
             return line
 
     def _processor_s(self) -> float:
-        """Return the processor time that the process has used; 0 if it has ended."""
+        """The processor time that the process has used; 0 if it has ended."""
         try:
             return time.clock_gettime(~self._process.pid << 3 | 2)  # the clock of that process
         except OSError:
@@ -146,7 +146,7 @@ class LineProcess:
 
 
 def last_line(errors: IO[bytes]) -> str:
-    """Return the last line that a process wrote to the file of its stderr."""
+    """The last line that a process wrote to the file of its stderr."""
     size = errors.seek(0, os.SEEK_END)
     errors.seek(max(0, size - 2000))
     lines = errors.read().decode(errors="replace").strip().splitlines()

@@ -50,7 +50,7 @@ class MathPool:
         self._known: OrderedDict[tuple[str, str], Comparison] = OrderedDict()
 
     async def compare(self, gold: str, answer: str) -> Comparison:
-        """Return whether algebra finds the answers equal; an answer it cannot handle is not equal."""
+        """Whether algebra finds the answers equal; an answer it cannot handle is not equal."""
         known = self._known.get((gold, answer))
         if known is not None:
             self._known.move_to_end((gold, answer))

@@ -79,7 +79,7 @@ class Reward(ABC):
 
 
 def read_options(reward: str, model: type[S], options: Mapping[str, Any]) -> S:
-    """Return the settings of a reward; raise a UserError for the first mistake."""
+    """The settings of a reward; raise a UserError for the first mistake."""
     check_option_names(reward, options, model.model_fields)
     try:
         return model.model_validate(dict(options))

@@ -70,7 +70,7 @@ class RewardModel(Reward):
         self._serving: asyncio.Task[None] | None = None
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
-        """Return the model's score of one rollout, computed in a batch with other rollouts."""
+        """The model's score of one rollout, computed in a batch with other rollouts."""
         if rollout.finish_reason == "length" and self._settings.truncated is not None:
             return Score(value=self._settings.truncated, note="truncated")
         if self._serving is None:
@@ -130,7 +130,7 @@ class RewardModel(Reward):
 
 
 def _read(reply: Any, number: int) -> list[float]:
-    """Return so many scores; raise RewardError for any other answer."""
+    """So many scores; raise RewardError for any other answer."""
     try:
         if "error" in reply:
             raise RewardError(str(reply["error"]))

@@ -147,7 +147,7 @@ def _trl_scores(result: Any) -> list[Score]:
 
 
 def _verl_score(value: Any) -> Score:
-    """Return the score of verl's form: a number, or a dict with `score` and other figures."""
+    """The score of verl's form: a number, or a dict with `score` and other figures."""
     if not isinstance(value, Mapping):
         return as_score(value)
     if not isinstance(value.get("score"), int | float):
@@ -158,7 +158,7 @@ def _verl_score(value: Any) -> Score:
 
 
 def as_score(value: Any) -> Score:
-    """Return what a function gave as a Score: a number, a bool, a Score or a dict of its fields."""
+    """What a function gave as a Score: a number, a bool, a Score or a dict of its fields."""
     if isinstance(value, Score):
         return value
     if isinstance(value, bool):

@@ -204,7 +204,7 @@ def _close_wait(wait: OpenWait, call: asyncio.Future[Any]) -> None:
 
 
 def _sum_of_one(part: Part, score: Score) -> Score:
-    """Return the sum of one part without parts of its own, as most tasks have it."""
+    """The sum of one part without parts of its own, as most tasks have it."""
     judged = (score.format_ok, score.answer_ok, score.note, score.parsed, score.tests or ())
     return Score(0.0 + part.weight * score.value, {part.name: score.value}, *judged)
 
@@ -215,7 +215,7 @@ def _all_of(judged: Sequence[bool | None]) -> bool | None:
 
 
 async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Return all results, or raise the first exception once every task has ended."""
+    """All results, or raise the first exception once every task has ended."""
     outcomes = await asyncio.gather(*awaitables, return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):

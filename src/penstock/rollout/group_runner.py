@@ -68,7 +68,7 @@ class ProduceContext:
         return self.progress.target(self.task_name)
 
     def should_abort(self) -> bool:
-        """Return whether new weights or a pause ask for the end of `produce_batch`."""
+        """Whether new weights or a pause ask for the end of `produce_batch`."""
         return self.update_event.is_set()
 
     def completed(self) -> int:
@@ -155,12 +155,12 @@ class FailurePolicy:
             )
 
     def backoff_s(self, failures: int) -> float:
-        """Return the wait before the next try of a group that failed `failures` times."""
+        """The wait before the next try of a group that failed `failures` times."""
         wait_s = RETRY_BACKOFF_S * 2.0 ** (failures - 1)
         return float(min(wait_s, _LONGEST_BACKOFF_S))
 
     def hold_s(self, now: float) -> float:
-        """Return how long fresh prompts still have to wait; 0: they may be launched."""
+        """How long fresh prompts still have to wait; 0: they may be launched."""
         return max(0.0, self._hold_until - now)
 
 
@@ -199,7 +199,7 @@ class GroupRunner:
         return len(self._in_flight)
 
     def oldest_version(self, *, tail_only: bool) -> int | None:
-        """Return the smallest version that a group in flight will carry; None without groups."""
+        """The smallest version that a group in flight will carry; None without groups."""
         entries = self._in_flight.values()
         versions = (entry.oldest_version for entry in entries if entry.is_tail or not tail_only)
         return min(versions, default=None)
@@ -257,7 +257,7 @@ class GroupRunner:
         return entry
 
     def _is_tail(self, group: Group) -> bool:
-        """Return whether the group had `max_tries` tries, so that steps wait for it."""
+        """Whether the group had `max_tries` tries, so that steps wait for it."""
         return group.tries >= self._settings.max_tries
 
     def _renew(self, ctx: ProduceContext, group: Group) -> int:
@@ -285,7 +285,7 @@ class GroupRunner:
         return ctx.model_step if kept is None else min(kept, ctx.model_step)
 
     def _claim(self, entry: _InFlight) -> bool:
-        """Return True to exactly one caller, which lands the group and then removes it."""
+        """True to exactly one caller, which lands the group and then removes it."""
         if entry.is_claimed:
             return False
         entry.is_claimed = True

@@ -66,7 +66,7 @@ class _TaskState:
         self.idle_since_change = since_change
 
     def needs_weights(self, step: int) -> bool:
-        """Return whether groups of the weights in force would be too old for a step."""
+        """Whether groups of the weights in force would be too old for a step."""
         version = self.ctx.model_step
         too_old = staleness(step, version) >= self.strategy.stale_threshold
         return too_old or self.strategy.is_model_expired(step, version)
@@ -100,7 +100,7 @@ class _TaskState:
         self.put_back(group)
 
     def read_metrics(self, counted: dict[str, float]) -> dict[str, float]:
-        """Return the figures of the task since the last call; `counted` is its share of the progress."""
+        """The figures of the task since the last call; `counted` is its share of the progress."""
         return {
             "samples": counted["produced_samples"],
             "tokens": counted["produced_tokens"],
@@ -343,7 +343,7 @@ class Producer:
     # -- consuming ----------------------------------------------------------------------------
 
     async def take_batch(self, step: int) -> Batch:
-        """Return the journalled batch of a step. Waits for: every task's share, completed and fresh."""
+        """The journalled batch of a step. Waits for: every task's share, completed and fresh."""
         if step != self.progress.next_consumer_step:
             allowed = self.progress.next_consumer_step
             raise UserError(f"take_batch: got step {step}, allowed: {allowed}")
@@ -418,7 +418,7 @@ class Producer:
     # -- display ------------------------------------------------------------------------------
 
     def snapshot(self) -> ProducerSnapshot:
-        """Return the counts of groups by state, and the open waits with their durations."""
+        """The counts of groups by state, and the open waits with their durations."""
         now = self._clock()
         idle_now = 0.0 if self._idle_since is None else now - self._idle_since
         shares = self._shares.at(self.progress.next_consumer_step)
@@ -446,7 +446,7 @@ class Producer:
                 yield ProducerWait(who=wait.lane, what=wait.detail, seconds=now - wait.since)
 
     def read_metrics(self) -> dict[str, float]:
-        """Return the metrics of the producing side since the last call, before any filter."""
+        """The metrics of the producing side since the last call, before any filter."""
         metrics = {"time/pause_s": self._pause_s}
         self._pause_s = 0.0
         counted = self.progress.read_metrics()

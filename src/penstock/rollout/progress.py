@@ -61,7 +61,7 @@ class ProduceProgress:
         *,
         train_step: int = 1,
     ) -> ProduceProgress:
-        """Return the progress of a single batch: the target is that batch.
+        """The progress of a single batch: the target is that batch.
 
         For several tasks give their sizes: `build_local({"math": 6, "code": 2})`.
         """
@@ -112,7 +112,7 @@ class ProduceProgress:
         self.next_consumer_step = step + 1
 
     def read_metrics(self) -> dict[str, dict[str, float]]:
-        """Return what was counted since the last call, by task, and reset it."""
+        """What was counted since the last call, by task, and reset it."""
         figures = {
             task: {name: float(getattr(self, name)[task]) for name in _METRICS}
             for task in self.consumed_samples
@@ -170,7 +170,7 @@ class TaskShares:
         self._steps: dict[int, dict[str, int]] = {}
 
     def at(self, step: int) -> dict[str, int]:
-        """Return the groups of each task in that step, without the tasks of weight 0."""
+        """The groups of each task in that step, without the tasks of weight 0."""
         while self._next_step <= step:
             due = {name: self._carried[name] + quota for name, quota in self._quotas.items()}
             counts = _largest_remainder(due, self._groups_per_step)
@@ -186,7 +186,7 @@ class TaskShares:
 
 
 def _largest_remainder(quotas: Mapping[str, Fraction], total: int) -> dict[str, int]:
-    """Return whole numbers that sum to `total`, as close to the quotas as possible; ties by order."""
+    """Whole numbers that sum to `total`, as close to the quotas as possible; ties by order."""
     counts = {name: max(0, math.floor(quota)) for name, quota in quotas.items()}
     by_remainder = sorted(quotas, key=lambda name: counts[name] - quotas[name])
     while sum(counts.values()) > total:
@@ -221,7 +221,7 @@ class TaskAccount:
                 self.parts[name] = (total + value, count + 1)
 
     def read(self, events: Mapping[str, int]) -> dict[str, float]:
-        """Return the figures since the last call and start again; `events` are counted over the run."""
+        """The figures since the last call and start again; `events` are counted over the run."""
         figures = {
             "groups": float(self.groups),
             "produce_s": self.produce_s,
@@ -240,7 +240,7 @@ class TaskAccount:
 
 
 def _percentile(values: list[float], share: float) -> float:
-    """Return the smallest value that at least this share of the values does not exceed."""
+    """The smallest value that at least this share of the values does not exceed."""
     return sorted(values)[math.ceil(share * len(values)) - 1]
 
 

@@ -81,7 +81,7 @@ class ReplayBuffer:
         return 0 if heap is None else len(heap.entries)
 
     def has_room(self, task_name: str, reserved: int) -> bool:
-        """Return whether one more COMPLETED group fits beside those held and `reserved` others."""
+        """Whether one more COMPLETED group fits beside those held and `reserved` others."""
         bound = self.max_groups_per_task
         return not bound or self.count(task_name, Status.COMPLETED) + reserved < bound
 
@@ -120,7 +120,7 @@ class ReplayBuffer:
         return expired
 
     def first_entry(self, task_name: str, group_status: Status) -> tuple[int, int] | None:
-        """Return (priority, since_step) of the group that would be taken next; None without one."""
+        """(priority, since_step) of the group that would be taken next; None without one."""
         heap = self._heaps.get((task_name, group_status))
         if heap is None or not heap.entries:
             return None

@@ -48,7 +48,7 @@ def default_should_continue_fn(completed_count: int, batch_size: int, **kwargs: 
 
 
 def calculate_stale_threshold(max_staleness: int, sync_weights_interval: int = 1) -> int:
-    """Return the staleness at which a sample expires; `max_staleness` counts sync periods."""
+    """The staleness at which a sample expires; `max_staleness` counts sync periods."""
     if max_staleness < 0:
         raise ValueError(f"max_staleness: got {max_staleness}, allowed: 0 or more")
     if sync_weights_interval < 1:
@@ -92,7 +92,7 @@ class SyncProduceStrategyConfig(ProduceStrategyConfig):
 def strategy_config(
     produce: ProduceConfig, is_valid_sample_fn: IsValidSample = default_is_valid_sample_fn
 ) -> ProduceStrategyConfig:
-    """Return the settings that a [produce] table gives to a strategy."""
+    """The settings that a [produce] table gives to a strategy."""
     fields = {name: getattr(produce, name) for name in ProduceSettings.model_fields}
     fields["max_staleness"] = produce.staleness_bound
     fields["is_valid_sample_fn"] = is_valid_sample_fn
@@ -121,19 +121,19 @@ class ProduceStrategy:
     # -- questions ----------------------------------------------------------------------------
 
     def is_model_expired(self, train_step: int, model_step: int) -> bool:
-        """Return whether groups generated now would be too old for `train_step`."""
+        """Whether groups generated now would be too old for `train_step`."""
         return staleness(train_step, model_step) >= self.stale_threshold
 
     def furthest_step(self, model_step: int, next_consumer_step: int) -> int:
-        """Return the last step to produce for with these weights."""
+        """The last step to produce for with these weights."""
         return max(model_step + self.stale_threshold, next_consumer_step)
 
     def pending_task_count(self) -> int:
-        """Return the number of groups in flight."""
+        """The number of groups in flight."""
         return len(self.runner)
 
     def should_wait_for_stragglers(self, train_step: int) -> bool:
-        """Return whether a group in flight would expire if `train_step` did not wait for it.
+        """Whether a group in flight would expire if `train_step` did not wait for it.
 
         Without oversampling a step waits for all such groups, so none is generated in vain. With
         oversampling a step leaves stragglers behind, but waits for groups that were tried
@@ -206,7 +206,7 @@ class ProduceStrategy:
             ctx.journal.expired(group)
 
     def plan(self, ctx: ProduceContext) -> tuple[tuple[Status, ...], int]:
-        """Return the statuses of groups to draw before fresh prompts, and the oversampling."""
+        """The statuses of groups to draw before fresh prompts, and the oversampling."""
         if self._is_tail_call(ctx):
             self.runner.counters["tail_calls"] += 1
             return (Status.EXPIRED, Status.ABORTED), 0
@@ -216,7 +216,7 @@ class ProduceStrategy:
         return (Status.ABORTED, Status.EXPIRED), extra
 
     def _is_tail_call(self, ctx: ProduceContext) -> bool:
-        """Return whether this call draws expired and aborted groups before anything else."""
+        """Whether this call draws expired and aborted groups before anything else."""
         buffer, trigger = ctx.replay_buffer, self.config.tail_batch_trigger_size
         if trigger > 0:
             if buffer.count(ctx.task_name, Status.EXPIRED) >= trigger:
@@ -235,7 +235,7 @@ class ProduceStrategy:
 
 
 def load_strategy(name: str) -> type[ProduceStrategy]:
-    """Return the class that `produce.strategy` names."""
+    """The class that `produce.strategy` names."""
     strategy = load("produce.strategy", name, STRATEGIES)
     if not (isinstance(strategy, type) and issubclass(strategy, ProduceStrategy)):
         raise UserError(

@@ -88,13 +88,13 @@ class Rehearsal:
 
     @property
     def stretch(self) -> float:
-        """Return how many times longer a response may be in the run than here."""
+        """How many times longer a response may be in the run than here."""
         most = self.config.task_sampling
         shares = (most(task).max_tokens / here.max_tokens for task, here in self.cut.items())
         return max(shares, default=1.0)
 
     def findings(self) -> list[Finding]:
-        """Return what would be found if the run stayed as these prompts are."""
+        """What would be found if the run stayed as these prompts are."""
         rows = [{"step": step, **self.metrics} for step in range(1, WINDOW + 1)]
         # what ends early here ends later in the run
         if self.cut or self.trained < len(self.groups):
@@ -111,7 +111,7 @@ class Rehearsal:
         )
 
     def seconds_per_step(self) -> tuple[float, float, float]:
-        """Return (generation, training, both as they overlap) of one step."""
+        """(generation, training, both as they overlap) of one step."""
         config = self.config
         groups = self.measured or self.groups
         rollouts = sum(len(group.rollouts) for group in groups)
@@ -210,7 +210,7 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
 async def bearable_sampling(
     engine: InferenceEngine, sampling: SamplingConfig, prompt_ids: np.ndarray, prompts: int
 ) -> tuple[SamplingConfig, float]:
-    """Return the sampling, and the seconds that it takes for so many prompts at once.
+    """The sampling, and the seconds that it takes for so many prompts at once.
 
     On a machine where that is too long, the sampling has fewer and shorter responses.
     """
@@ -238,7 +238,7 @@ def _on_cpu(config: Config) -> bool:
 async def _token_s(
     engine: InferenceEngine, sampling: SamplingConfig, prompt_ids: np.ndarray, count: int
 ) -> float:
-    """Return the seconds that `count` responses at once take for each of their tokens."""
+    """The seconds that `count` responses at once take for each of their tokens."""
     params = SamplingParams.from_config(sampling, max_tokens=_TRIED_TOKENS, min_tokens=0)
     tried = [
         GenerationRequest(request_id=f"try-{n}", prompt_ids=prompt_ids, sampling=params, seed=n)
@@ -252,7 +252,7 @@ async def _token_s(
 async def _generate(
     agents: Mapping[str, tuple[AgentLoop, Sampler]], cursors: range
 ) -> tuple[list[Group], float]:
-    """Return the groups of these cursors of every task, and the seconds that they took."""
+    """The groups of these cursors of every task, and the seconds that they took."""
     groups = {
         name: [sampler.group_at(cursor) for cursor in cursors]
         for name, (_, sampler) in agents.items()
@@ -307,7 +307,7 @@ async def _train(seen: Rehearsal) -> None:
 
 
 def _trained_tokens(groups: Sequence[Group]) -> int:
-    """Return the tokens that an update computes: each prompt once, and every response."""
+    """The tokens that an update computes: each prompt once, and every response."""
     return sum(
         len(group.prompt.token_ids) + sum(len(rollout.response_ids) for rollout in group.rollouts)
         for group in groups

@@ -66,7 +66,7 @@ def resume(
 def _settings(
     folder: RunFolder, overrides: Sequence[str], trusted: bool
 ) -> tuple[Config, list[Change]]:
-    """Return the settings that a run continues with, and what of them is new."""
+    """The settings that a run continues with, and what of them is new."""
     from penstock.data.identity import absolute_paths
 
     if folder.origin() is not None and overrides:

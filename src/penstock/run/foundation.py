@@ -44,10 +44,10 @@ class BatchSource(Protocol):
         """Generate again; do nothing if it was not paused."""
 
     def read_metrics(self) -> dict[str, float]:
-        """Return the metrics of the producing side since the last call."""
+        """The metrics of the producing side since the last call."""
 
     def snapshot(self) -> ProducerSnapshot:
-        """Return the counts of groups by state, and the open waits."""
+        """The counts of groups by state, and the open waits."""
 
 
 class NewestVersion:
@@ -87,7 +87,7 @@ class Status:
         self.newest_batch = batch
 
     def producer_waits(self) -> list[str]:
-        """Return the open waits of the producing side, each as a phrase with its duration."""
+        """The open waits of the producing side, each as a phrase with its duration."""
         return [
             f"{wait.who} waits for {wait.what} ({wait.seconds:.1f} s)"
             for wait in self._source.snapshot().waits
@@ -95,17 +95,17 @@ class Status:
         ]
 
     def live(self) -> str:
-        """Return what the loop does, the open waits, then the group counts of each task."""
+        """What the loop does, the open waits, then the group counts of each task."""
         first = "; ".join([self.activity, *self.producer_waits()])
         return "\n".join([first, *map(str, self._source.snapshot().tasks)])
 
     def last_failure(self) -> str:
-        """Return why a group failed, the newest reason of the first task that has one."""
+        """Why a group failed, the newest reason of the first task that has one."""
         tasks = self._source.snapshot().tasks
         return next((task.last_error for task in tasks if task.last_error), "")
 
     def next_batch(self) -> tuple[int, int]:
-        """Return how many groups of the next batch are there, and how many it needs."""
+        """How many groups of the next batch are there, and how many it needs."""
         now = self._source.snapshot()
         return now.batch_ready, now.batch_size
 

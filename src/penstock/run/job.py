@@ -190,7 +190,7 @@ async def open_job(
 
 
 def _overlaps(data: RunData, eval_tasks: Sequence[EvalTask]) -> dict[str, str]:
-    """Return a fact for each evaluation task that asks prompts of a training task."""
+    """A fact for each evaluation task that asks prompts of a training task."""
     facts = {}
     for task in eval_tasks:
         asked = [problem.messages for problem in task.problems]
@@ -447,7 +447,7 @@ async def _task(parts: _TaskParts, name: str, buffer: ReplayBuffer) -> ProduceTa
 
 
 async def _agent_loop(parts: _TaskParts, name: str, sampling: SamplingConfig) -> AgentLoop:
-    """Return the agent loop of a task, with its rewards: here, or in actors of its own."""
+    """The agent loop of a task, with its rewards: here, or in actors of its own."""
     task, is_chat = parts.config.tasks[name], parts.data.train[name].is_chat
     workers, journal, closing = parts.workers, parts.journal, parts.closing
     if task.agent_actors and workers.start_agent is not None:
@@ -483,7 +483,7 @@ async def _agent_loop(parts: _TaskParts, name: str, sampling: SamplingConfig) ->
 
 
 def _with_anneal_steps(config: Config, task: str, prompts: int) -> SamplingConfig:
-    """Return the task's sampling, with `anneal.episodes` as the steps that train so many of its prompts."""
+    """The task's sampling, with `anneal.episodes` as the steps that train so many of its prompts."""
     sampling = config.task_sampling(task)
     if not sampling.anneal.episodes:
         return sampling
@@ -495,7 +495,7 @@ def _with_anneal_steps(config: Config, task: str, prompts: int) -> SamplingConfi
 
 
 def _validity(config: Config, own_rule: str) -> IsValidSample:
-    """Return the rule for training on a finished group: the algorithm and the user's rule keep it."""
+    """The rule for training on a finished group: the algorithm and the user's rule keep it."""
     settings = run_settings(config)
     own = load("produce.is_valid_sample", own_rule, {}) if own_rule else None
 

@@ -25,7 +25,7 @@ Note = Callable[[str], None]
 
 
 def check_journal(folder: RunFolder) -> list[str]:
-    """Return notes for the user before a run continues; raise if its journal cannot be used."""
+    """Notes for the user before a run continues; raise if its journal cannot be used."""
     told = max(read_metrics(folder.metrics), default=0)
     if not folder.journal.exists() or is_empty(folder.journal):
         if told or any(folder.checkpoints.glob("step-*")):
@@ -53,7 +53,7 @@ def check_journal(folder: RunFolder) -> list[str]:
 
 
 def with_way_out(fault: str, folder: RunFolder) -> str:
-    """Return the fault and the command that starts a new run from the newest good state."""
+    """The fault and the command that starts a new run from the newest good state."""
     checkpoint = CheckpointStore(folder.checkpoints).newest()
     if checkpoint is None:
         return f"{fault}; there is no good checkpoint"
@@ -157,7 +157,7 @@ async def save_at_stop(store: CheckpointStore, trainer: TrainerPart, journal: Jo
 
 
 def newest_checkpoint(store: CheckpointStore, journal: Journal, note: Note) -> Checkpoint | None:
-    """Return the newest good checkpoint that the journal knows; note what is wrong with newer ones."""
+    """The newest good checkpoint that the journal knows; note what is wrong with newer ones."""
     committed = journal.last_committed_step()
     store.sweep()
     for path in store.set_aside(beyond=committed):
@@ -245,7 +245,7 @@ async def catch_up(folder: RunFolder, journal: Journal, last: int, note: Note) -
 
 
 def last_step_of_old_configs(folder: RunFolder) -> int:
-    """Return the last step done under an earlier config; 0 if there is none."""
+    """The last step done under an earlier config; 0 if there is none."""
     return max((era.last_step or 0 for era in folder.eras()), default=0)
 
 

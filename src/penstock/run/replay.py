@@ -134,7 +134,7 @@ def make_fork(
 
 
 def _correction(parent: Config, words: Sequence[str]) -> list[str]:
-    """Return the setting that corrects a fork for the policy that sampled, unless its parent has one."""
+    """The setting that corrects a fork for the policy that sampled, unless its parent has one."""
     if parent.algorithm.correction.kind not in ("auto", "none"):
         return []
     name = with_overrides(parent, words).algorithm.name
@@ -276,7 +276,7 @@ class RecordedBatches:
         """Do nothing: no group is generated."""
 
     def read_metrics(self) -> dict[str, float]:
-        """Return nothing: no group is produced."""
+        """Nothing: no group is produced."""
         return {}
 
     def snapshot(self) -> ProducerSnapshot:

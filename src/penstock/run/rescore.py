@@ -47,7 +47,7 @@ NewScores = dict[str, NewScore]  # by rollout
 
 
 def scored_again(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the tasks that a fork's settings give other rewards: by "rewards" or by their "agent"."""
+    """The tasks that a fork's settings give other rewards: by "rewards" or by their "agent"."""
     found: dict[str, str] = {}
     for word in overrides:
         table, _, rest = word.partition("=")[0].partition(".")
@@ -203,7 +203,7 @@ def write_scores(folder: Path, scores: NewScores) -> None:
 
 
 def read_scores(folder: Path) -> NewScores:
-    """Return the scores of a fork; none if it trains with those that were recorded."""
+    """The scores of a fork; none if it trains with those that were recorded."""
     path = folder / FILE
     found: NewScores = {}
     for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():

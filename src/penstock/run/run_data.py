@@ -54,14 +54,14 @@ class RunData:
         return await left_behind(lambda: cls.load(config, with_training))
 
     def by_key(self) -> dict[str, Dataset]:
-        """Return the datasets by the key that names each, such as `tasks.math.data`."""
+        """The datasets by the key that names each, such as `tasks.math.data`."""
         trained = {f"tasks.{name}.data": dataset for name, dataset in self.train.items()}
         judged = {f"eval.tasks.{name}.data": data for name, data in self.evaluation.items()}
         return trained | judged
 
 
 async def left_behind(work: Callable[[], T]) -> T:
-    """Return what `work` returns; its thread is left behind by a stop, because a large file takes minutes."""
+    """What `work` returns; its thread is left behind by a stop, because a large file takes minutes."""
     return await asyncio.wrap_future(in_thread(work, "data"))
 
 
@@ -82,7 +82,7 @@ def in_thread(work: Callable[[], T], name: str) -> Future[T]:
 
 
 def count_steps(config: Config, datasets: dict[str, Dataset]) -> int:
-    """Return the number of updates: train.steps, or what train.episodes passes over the prompts need."""
+    """The number of updates: train.steps, or what train.episodes passes over the prompts need."""
     if config.train.steps is not None:
         return config.train.steps
     if config.train.episodes is None:

@@ -214,7 +214,7 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
 
 
 def _describe_start(config: Config, is_fork: bool) -> str:
-    """Return what is being started, in one line: models may take minutes to load."""
+    """What is being started, in one line: models may take minutes to load."""
     launch, model = config.launch, config.model
     ranks = "trainer" if launch.num_consumers == 1 else f"{launch.num_consumers} trainer ranks"
     engines = "engine" if launch.num_producers == 1 else f"{launch.num_producers} engines"
@@ -346,7 +346,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     async def run(self, work: Coroutine[Any, Any, T], words: str, *, allowed: int = 0) -> T | None:
-        """Return the result of the work; None if more signals than `allowed` have come."""
+        """The result of the work; None if more signals than `allowed` have come."""
         self._words = words  # what happens after the next signal
         self._work = asyncio.create_task(work)
         if self.count > allowed:
@@ -378,7 +378,7 @@ class StopSignals:
 
 
 def _first_cause(group: BaseExceptionGroup) -> BaseException:
-    """Return the error to show: the first PenstockError in the group, else the first error."""
+    """The error to show: the first PenstockError in the group, else the first error."""
     leaves = list(_leaves(group))
     ours = [leaf for leaf in leaves if isinstance(leaf, PenstockError)]
     return (ours or leaves)[0]
@@ -444,7 +444,7 @@ def model_config(path: str | None, overrides: Sequence[str], *, trusted: bool = 
 
 
 def _is_hub_name(path: str) -> bool:
-    """Return whether a path that is not there looks like the hub name of a model, owner/name."""
+    """Whether a path that is not there looks like the hub name of a model, owner/name."""
     owner, slash, _ = path.partition("/")
     there = Path(owner).exists() or (Path("runs") / path).exists()
     return bool(slash) and path.count("/") == 1 and path[0] not in "./~" and not there

@@ -236,7 +236,7 @@ class Consumer:
             yield named
 
     def digest(self) -> str:
-        """Return the digest of `weights()`."""
+        """The digest of `weights()`."""
         return digest_over(self.ranks, self.weights())
 
     def snapshot(self, folder: Path) -> Callable[[], None]:
@@ -315,7 +315,7 @@ class Consumer:
         return current
 
     def _updates(self, batch: Batch) -> list[np.ndarray]:
-        """Return the numbers of this rank's groups in each update of the batch."""
+        """The numbers of this rank's groups in each update of the batch."""
         train, ranks = self.config.train, self.ranks
         total = int(ranks.sum_of(len(batch.groups)))
         return [
@@ -356,7 +356,7 @@ class Consumer:
             return self._logprobs(flat, inputs, self.policy)
 
     def _logprobs(self, flat: FlatBatch, inputs: TokenInputs, policy: Policy) -> Tensor:
-        """Return the log-probs of all trained tokens under `policy`, without gradients."""
+        """The log-probs of all trained tokens under `policy`, without gradients."""
         policy.train(False)
         result_N = torch.zeros_like(inputs.behaviour_N)
 
@@ -415,7 +415,7 @@ class Consumer:
     def _split_idle(
         self, current: _BatchInTraining, chosen_R: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (rollouts to train, rollouts whose gradient is zero by construction).
+        """(rollouts to train, rollouts whose gradient is zero by construction).
 
         The second kind needs a forward pass for the metrics, and no backward pass.
         """
@@ -504,7 +504,7 @@ class Consumer:
     # ---- packs
 
     def _packs(self, flat: FlatBatch, chosen_R: np.ndarray) -> Iterator[Pack]:
-        """Return packs of the chosen rollouts' rows that have trained tokens.
+        """Packs of the chosen rollouts' rows that have trained tokens.
 
         Rows of one rollout share a pack if the loss of a token depends on the rollout's other tokens.
         """

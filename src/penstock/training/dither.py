@@ -57,13 +57,13 @@ def dither_(exact: Tensor, dtype: torch.dtype, key: int, place: Place = WHOLE) -
 
 
 def dither_key(seed: int, name: str) -> int:
-    """Return the key of a parameter's offsets."""
+    """The key of a parameter's offsets."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:4], "little", signed=True)
 
 
 def _inside_cells(exact_RC: Tensor, dtype: torch.dtype, bits_RC: Tensor) -> Tensor:
-    """Return centre + share * (half the way to the neighbour), exact in float32.
+    """Centre + share * (half the way to the neighbour), exact in float32.
 
     Half of the offsets lie on either side of the centre. At a power of two, where the cell is
     shorter towards zero, this makes the expected change right in both directions.
@@ -83,13 +83,13 @@ def _inside_cells(exact_RC: Tensor, dtype: torch.dtype, bits_RC: Tensor) -> Tens
 
 
 def _random_bits(row_R: Tensor, column_C: Tensor, key: int) -> Tensor:
-    """Return 32 random bits for each element: a hash of its row, its column and the key."""
+    """32 random bits for each element: a hash of its row, its column and the key."""
     row_key_R = _mix(row_R ^ key)
     return _mix(row_key_R[:, None] + column_C * -0x61C88647)
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """Return a one-to-one mix of int32 numbers, in place: shifts and odd factors, wrapping."""
+    """A one-to-one mix of int32 numbers, in place: shifts and odd factors, wrapping."""
     bits ^= (bits >> 16) & 0xFFFF
     bits *= 0x7FEB352D
     bits ^= (bits >> 15) & 0x1FFFF

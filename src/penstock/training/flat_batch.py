@@ -100,7 +100,7 @@ class FlatBatch:
         return np.array([rollout.longest_answer for rollout in self.rollouts], dtype=np.int64)
 
     def rows_of(self, chosen_R: np.ndarray) -> np.ndarray:
-        """Return the numbers of the chosen rollouts' rows, in order."""
+        """The numbers of the chosen rollouts' rows, in order."""
         return np.flatnonzero(np.isin(self.rollout_S, chosen_R))
 
 
@@ -119,7 +119,7 @@ class _Trained:
 
     @classmethod
     def of(cls, rollouts: tuple[Rollout, ...], masked_R: np.ndarray | None) -> _Trained:
-        """Return the places of the loss masks; rollouts in `masked_R` have none."""
+        """The places of the loss masks; rollouts in `masked_R` have none."""
         lengths_R = np.array([len(rollout.response_ids) for rollout in rollouts], dtype=np.int64)
         rollout_A = np.repeat(np.arange(len(rollouts)), lengths_R)  # A: all tokens of responses
         mask_A = np.concatenate([np.zeros(0, bool), *(one.loss_mask for one in rollouts)]) != 0
@@ -137,12 +137,12 @@ class _Trained:
         )
 
     def chosen(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the trained tokens' values of arrays over the responses' tokens, one per rollout."""
+        """The trained tokens' values of arrays over the responses' tokens, one per rollout."""
         joined_A: np.ndarray = np.concatenate([np.zeros(0, dtype=np.float32), *parts])
         return joined_A[self.place_N].astype(np.float64)
 
     def versions(self) -> np.ndarray:
-        """Return the policy version of every trained token."""
+        """The policy version of every trained token."""
         segments = [segment for rollout in self.rollouts for segment in rollout.segments]
         versions = np.array([segment.version for segment in segments], dtype=np.int64)
         lengths = np.array([segment.length for segment in segments], dtype=np.int64)
@@ -150,7 +150,7 @@ class _Trained:
         return versions_N
 
     def early(self, end_ids: Sequence[int]) -> np.ndarray:
-        """Return which tokens were sampled without the end tokens; an end token itself was not."""
+        """Which tokens were sampled without the end tokens; an end token itself was not."""
         least_R = np.array([rollout.min_tokens or 0 for rollout in self.rollouts], dtype=np.int64)
         early_N: np.ndarray = self.index_N < least_R[self.rollout_N]
         if early_N.any():
@@ -159,7 +159,7 @@ class _Trained:
         return early_N
 
     def earned(self) -> np.ndarray | None:
-        """Return the reward that each trained token's rollout had earned before it."""
+        """The reward that each trained token's rollout had earned before it."""
         if not any(rollout.earned for rollout in self.rollouts):
             return None
         runs = [
@@ -172,7 +172,7 @@ class _Trained:
         return earned_N
 
     def rows(self) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-        """Return (token ids, predictors) of each row of each rollout."""
+        """(token ids, predictors) of each row of each rollout."""
         prompts = [len(rollout.prompt_ids) for rollout in self.rollouts]
         predictor_N = self.index_N + (np.array(prompts, dtype=np.int64) - 1)[self.rollout_N]
         parts = [part for one in self.rollouts for part in (one.prompt_ids, one.response_ids)]
@@ -190,7 +190,7 @@ class _Trained:
 
 
 def _rows(rollout: Rollout, index: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (token ids, predictors) of each row; `index` are the trained places in the response."""
+    """(token ids, predictors) of each row; `index` are the trained places in the response."""
     return [
         (
             np.concatenate([prompt_ids, rollout.response_ids[place]]),
@@ -206,7 +206,7 @@ def _rows(rollout: Rollout, index: np.ndarray) -> list[tuple[np.ndarray, np.ndar
 def mini_batches(
     total: int, parts: int, *, seed: int, rank: int = 0, world: int = 1
 ) -> list[np.ndarray]:
-    """Return this rank's group numbers for each of the `parts` updates of a batch of `total` groups.
+    """This rank's group numbers for each of the `parts` updates of a batch of `total` groups.
 
     Groups that lie an update's size apart are dealt to different updates at random. So updates mix the
     tasks, which stand side by side in a batch; each rank, which holds every world-th group, has as

@@ -77,7 +77,7 @@ def token_logprobs(
     share: VocabularySlice | None = None,
     add_to: AddProduct | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (log-prob of each target, entropy of each distribution) at the tokens' temperatures.
+    """(log-prob of each target, entropy of each distribution) at the tokens' temperatures.
 
     `banned` holds a flag for each token, and ids that have no probability where the flag is set. With
     a `share`, `weight_VD` and `bias_V` are this rank's slice, and hidden states are equal on all ranks.
@@ -109,7 +109,7 @@ def token_logprobs(
 def _banned_here(
     banned: tuple[Tensor, Sequence[int]] | None, weight_VD: Tensor, first: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the flags of the tokens, and the banned columns of the vocabulary (of this rank's slice)."""
+    """The flags of the tokens, and the banned columns of the vocabulary (of this rank's slice)."""
     if banned is None:
         return None
     columns = tuple(one - first for one in banned[1] if 0 <= one - first < len(weight_VD))
@@ -118,7 +118,7 @@ def _banned_here(
 
 @functools.lru_cache(maxsize=16)
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return a tensor of the numbers. Kept: to copy it, the host waits for all work of the GPU."""
+    """A tensor of the numbers. Kept: to copy it, the host waits for all work of the GPU."""
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
@@ -242,7 +242,7 @@ def warm_up(
 def _chunk_function(
     hidden_ND: Tensor, axis: Axis | None
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
-    """Return how a chunk's logits become log-probs: in place, if there is a way and no rank is asked."""
+    """How a chunk's logits become log-probs: in place, if there is a way and no rank is asked."""
     if axis is not None:
         return chunk_logprobs
     if hidden_ND.is_cpu and hidden_ND.dtype in (torch.float32, torch.float64):
@@ -262,7 +262,7 @@ def _kernel() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]] | None:
 
 
 def _fits(hidden_ND: Tensor, vocabulary: int) -> bool:
-    """Return whether the gradient of all logits may be kept."""
+    """Whether the gradient of all logits may be kept."""
     elements = len(hidden_ND) * vocabulary
     if not hidden_ND.is_cuda:
         return elements <= KEEP_ELEMENTS_CPU
@@ -284,7 +284,7 @@ def chunk_logprobs(
     gradient: bool,
     axis: Axis | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (log-probs, entropies, gradient or None) of one chunk; with an axis, over its ranks.
+    """(log-probs, entropies, gradient or None) of one chunk; with an axis, over its ranks.
 
     The gradient is that of each token's log-prob with respect to its logits, before the factors of
     temperature and scale: one at the target, minus the probabilities.
@@ -322,14 +322,14 @@ def chunk_logprobs(
 
 
 def _own_targets(values_CV: Tensor, targets_C: Tensor) -> Tensor:
-    """Return the values at the targets in this rank's slice; 0 for the targets of other ranks."""
+    """The values at the targets in this rank's slice; 0 for the targets of other ranks."""
     own_C = (targets_C >= 0) & (targets_C < values_CV.shape[1])
     found_C1 = values_CV.gather(-1, targets_C.masked_fill(~own_C, 0)[:, None])
     return found_C1.squeeze(-1).masked_fill(~own_C, 0)
 
 
 def _row_products(left_CV: Tensor, right_CV: Tensor) -> Tensor:
-    """Return the dot product of each pair of rows."""
+    """The dot product of each pair of rows."""
     if left_CV.is_cuda:
         return torch.linalg.vecdot(left_CV, right_CV)  # fuses
     return torch.bmm(left_CV[:, None, :], right_CV[:, :, None])[:, 0, 0]  # makes no third table
@@ -338,7 +338,7 @@ def _row_products(left_CV: Tensor, right_CV: Tensor) -> Tensor:
 def _minus_probabilities(
     weight_CV: Tensor, total_C: Tensor, targets_C: Tensor, *, fused: bool
 ) -> Tensor:
-    """Return one at each target, minus weight / total; `fused` is the form to compile."""
+    """One at each target, minus weight / total; `fused` is the form to compile."""
     if fused:
         columns_V = torch.arange(weight_CV.shape[1], device=weight_CV.device)
         chosen_CV = columns_V[None, :] == targets_C[:, None]
@@ -350,7 +350,7 @@ def _minus_probabilities(
 def _add_product(
     total_VD: Tensor | None, gradient_CV: Tensor, hidden_CD: Tensor, *, last: bool
 ) -> Tensor:
-    """Return total + gradient^T hidden, summed in float32 if the operands are shorter."""
+    """Total + gradient^T hidden, summed in float32 if the operands are shorter."""
     left_VC = gradient_CV.t()
     if total_VD is None and last:
         return left_VC @ hidden_CD

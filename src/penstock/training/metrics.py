@@ -63,7 +63,7 @@ class TokenStats:
         return float(sum(float(one.loss.wait()) for one in self._pending))
 
     def loss_there(self, device: torch.device) -> Tensor:
-        """Return the same as a tensor on the device that computed it, without waiting."""
+        """The same as a tensor on the device that computed it, without waiting."""
         zero = torch.zeros((), device=device)
         return torch.stack([zero, *(one.loss_there for one in self._pending)]).sum()
 
@@ -97,7 +97,7 @@ class UpdateLoss:
         return self._known
 
     def there(self, device: torch.device) -> Tensor:
-        """Return this rank's loss on the device that computed it, without waiting."""
+        """This rank's loss on the device that computed it, without waiting."""
         return self._stats.loss_there(device)
 
 
@@ -119,7 +119,7 @@ class MetricSums:
         self.maxima[name] = float(known.max(initial=-np.inf))
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
-        """Return the metrics over all ranks, without those of which no rank counted anything."""
+        """The metrics over all ranks, without those of which no rank counted anything."""
         mean_names, max_names = sorted(self.sums), sorted(self.maxima)
         table = np.array([self.sums[name] for name in mean_names], np.float64).reshape(-1, 2)
         summed = ranks.sum(table)
@@ -140,7 +140,7 @@ class MetricSums:
 def step_metrics(
     flat: FlatBatch, advantages_N: np.ndarray, stats: TokenStats, ranks: Ranks
 ) -> dict[str, float]:
-    """Return the metrics of the batch and its tokens; the consumer adds those of its optimizer."""
+    """The metrics of the batch and its tokens; the consumer adds those of its optimizer."""
     sums = MetricSums()
     _add_rollouts(sums, flat)
     sums.mean("advantage/mean", advantages_N)
@@ -167,7 +167,7 @@ def step_metrics(
 
 
 def mean_of_finite(values: list[float]) -> float:
-    """Return the mean of the finite values; 0 if there is none."""
+    """The mean of the finite values; 0 if there is none."""
     finite = [value for value in values if np.isfinite(value)]
     return float(np.mean(finite)) if finite else 0.0
 
@@ -205,7 +205,7 @@ def _add_mismatch(sums: MetricSums, flat: FlatBatch, stats: TokenStats) -> None:
 
 
 def _log_gap_by_staleness(flat: FlatBatch, stats: TokenStats, ranks: Ranks) -> dict[str, float]:
-    """Return the mean |log importance weight| of the tokens of each staleness in the batch."""
+    """The mean |log importance weight| of the tokens of each staleness in the batch."""
     known_N = stats.before_update_N
     oldest = int(ranks.max_of(flat.staleness_N.max(initial=0)))
     if oldest <= 0:
@@ -218,7 +218,7 @@ def _log_gap_by_staleness(flat: FlatBatch, stats: TokenStats, ranks: Ranks) -> d
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """Return the most memory this process has held: on its GPU, or resident if it has none."""
+    """The most memory this process has held: on its GPU, or resident if it has none."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

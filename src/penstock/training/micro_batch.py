@@ -55,7 +55,7 @@ class LayerShape:
         return ENOUGH_TOKENS if numbers > SMALL_LAYER else MOST_TOKENS
 
     def bytes_per_token(self, *, checkpointing: bool) -> int:
-        """Return the activations of one token: about 12 vectors a layer and 4 inside its MLP.
+        """The activations of one token: about 12 vectors a layer and 4 inside its MLP.
 
         With checkpointing each layer keeps its input, and one layer at a time is computed again.
         """
@@ -65,7 +65,7 @@ class LayerShape:
 
 
 def choose_micro_batch_tokens(free: int, trained: int, bytes_per_token: int, useful: int) -> int:
-    """Return the tokens of a pack, at most `useful`; `trained` numbers have no gradient and no moments yet."""
+    """The tokens of a pack, at most `useful`; `trained` numbers have no gradient and no moments yet."""
     room = int(max(0, free - _TO_COME * trained) * _SHARE)
     tokens = room // bytes_per_token // 1024 * 1024
     return max(LEAST_TOKENS, min(useful, tokens))
@@ -74,7 +74,7 @@ def choose_micro_batch_tokens(free: int, trained: int, bytes_per_token: int, use
 def micro_batch_tokens_on(
     device: torch.device, trained: int, bytes_per_token: int, useful: int
 ) -> int:
-    """Return the tokens of a pack on this GPU; write the choice to the log."""
+    """The tokens of a pack on this GPU; write the choice to the log."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     tokens = choose_micro_batch_tokens(free, trained, bytes_per_token, useful)

@@ -152,7 +152,7 @@ def lay_out(policy: Policy, ranks: Ranks, path: str, stored: StoredWeights | Non
 
 
 def _packing_fault(policy: Policy, sequences: list[np.ndarray], plain_N: Tensor) -> str | None:
-    """Return why the policy cannot pack sequences, or None if it can."""
+    """Why the policy cannot pack sequences, or None if it can."""
     if not getattr(policy.model, "_supports_attention_backend", False):
         return "its attention cannot be replaced by packed attention"
     if getattr(policy.model.config.get_text_config(), "attention_chunk_size", None):
@@ -176,7 +176,7 @@ def _packing_fault(policy: Policy, sequences: list[np.ndarray], plain_N: Tensor)
 
 
 def _sequences(vocabulary: int) -> list[np.ndarray]:
-    """Return token ids from the middle of the vocabulary, away from special tokens."""
+    """Token ids from the middle of the vocabulary, away from special tokens."""
     generator = np.random.default_rng(0)
     first, last = vocabulary // 4, max(3 * vocabulary // 4, vocabulary // 4 + 1)
     sequences = [generator.integers(first, last, length) for length in LENGTHS]
@@ -185,12 +185,12 @@ def _sequences(vocabulary: int) -> list[np.ndarray]:
 
 
 def _reversed(ids: np.ndarray) -> np.ndarray:
-    """Return the sequence with its scored tokens in reverse order."""
+    """The sequence with its scored tokens in reverse order."""
     return np.concatenate([ids[:CONTEXT], ids[CONTEXT:][::-1]])
 
 
 def _plain_logprobs(policy: Policy, sequences: list[np.ndarray]) -> Tensor:
-    """Return the unchanged model's log-probs of the sequences, each alone, laid end to end."""
+    """The unchanged model's log-probs of the sequences, each alone, laid end to end."""
     rows = []
     for ids in sequences:
         ids_T = torch.from_numpy(ids).to(policy.device)
@@ -203,7 +203,7 @@ def _plain_logprobs(policy: Policy, sequences: list[np.ndarray]) -> Tensor:
 def _policy_logprobs(
     policy: Policy, sequences: list[np.ndarray], *, backward: bool = False
 ) -> Tensor:
-    """Return the policy's log-probs of the sequences, laid end to end; or their gradients as well."""
+    """The policy's log-probs of the sequences, laid end to end; or their gradients as well."""
     predictors = [np.arange(CONTEXT - 1, len(ids) - 1) for ids in sequences]
     first_token = np.cumsum([0, *(len(index) for index in predictors)])
     numbers = list(range(len(sequences)))
@@ -226,7 +226,7 @@ def _at_ones(ones_N: Tensor, _: Pack) -> tuple[Tensor, None]:
 
 
 def _difference(policy: Policy, own_N: Tensor, plain_N: Tensor) -> tuple[float, bool]:
-    """Return (difference of the log-probs, whether it is within the rounding of the model's format)."""
+    """(difference of the log-probs, whether it is within the rounding of the model's format)."""
     difference_N = (own_N - plain_N).abs()
     if policy.model.dtype in (torch.bfloat16, torch.float16):
         gap = float(difference_N.mean())

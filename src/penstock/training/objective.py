@@ -26,7 +26,7 @@ from penstock.training.parallel.ranks import Ranks
 def shaped_rewards(
     flat: FlatBatch, max_tokens_R: np.ndarray, settings: AlgorithmSettings
 ) -> np.ndarray:
-    """Return the rewards, with the overlong penalty if the algorithm has one."""
+    """The rewards, with the overlong penalty if the algorithm has one."""
     rewards_R = flat.rewards_R
     if settings.overlong_penalty:
         rewards_R += advantage.overlong_penalties(
@@ -42,7 +42,7 @@ def token_advantages(
     settings: AlgorithmSettings,
     ranks: Ranks,
 ) -> np.ndarray:
-    """Return the advantage of every trained token; `penalty_N` is beta times KL if KL is in the reward.
+    """The advantage of every trained token; `penalty_N` is beta times KL if KL is in the reward.
 
     With a group baseline, the sum of a rollout's penalties is taken from its reward before the
     baseline is computed. Without one, each token pays its own penalty and those of the tokens after it.
@@ -87,7 +87,7 @@ def _sum_to_end(flat: FlatBatch, values_N: np.ndarray) -> np.ndarray:
 
 
 def update_sums(flat: FlatBatch, chosen_R: np.ndarray) -> np.ndarray:
-    """Return (trained tokens, rollouts with at least one) of an update, to be summed over ranks."""
+    """(trained tokens, rollouts with at least one) of an update, to be summed over ranks."""
     counts_R = flat.counts_R[chosen_R]
     return np.array([counts_R.sum(), np.count_nonzero(counts_R)], dtype=np.float64)
 
@@ -95,7 +95,7 @@ def update_sums(flat: FlatBatch, chosen_R: np.ndarray) -> np.ndarray:
 def loss_weights(
     flat: FlatBatch, chosen_R: np.ndarray, sums: np.ndarray, aggregation: str, constant_length: int
 ) -> np.ndarray:
-    """Return the weight of every token of the batch in one update's loss; 0 outside `chosen_R`.
+    """The weight of every token of the batch in one update's loss; 0 outside `chosen_R`.
 
     `sums` are the `update_sums` of all ranks.
     """
@@ -140,7 +140,7 @@ class TokenInputs:
         self.weight_N = to_device(weights_N, self.weight_N.device).to(self.weight_N.dtype)
 
     def sampled_for(self, pack: Pack) -> tuple[Tensor, Tensor | None]:
-        """Return the temperatures of a pack's tokens, and which were sampled without the end tokens."""
+        """The temperatures of a pack's tokens, and which were sampled without the end tokens."""
         early_N = None if self.early_N is None else self.early_N[pack.index_N]
         return self.temperature_N[pack.index_N], early_N
 
@@ -165,7 +165,7 @@ def pack_loss(
     logprobs_N: Tensor,
     entropies_N: Tensor,
 ) -> tuple[Tensor, PackResult]:
-    """Return (this pack's part of the loss, its result for the metrics)."""
+    """(this pack's part of the loss, its result for the metrics)."""
     settings = algorithm.settings
     index_N = pack.index_N
     own_N = logprobs_N.detach()

@@ -68,7 +68,7 @@ class Masters:
         return [self.parameters[name] for name in self.rounded]
 
     def of_parameters(self) -> dict[int, nn.Parameter]:
-        """Return the master of each rounded parameter, by the parameter's id."""
+        """The master of each rounded parameter, by the parameter's id."""
         return {id(one): self.parameters[name] for name, one in self.rounded.items()}
 
     def dither(self, seed: int) -> None:
@@ -158,7 +158,7 @@ class LossScale:
 
 
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of `step` (from 1): a linear warm-up, then the schedule."""
+    """The learning rate of `step` (from 1): a linear warm-up, then the schedule."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
@@ -172,7 +172,7 @@ def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
 def make_optimizer(
     parameters: dict[str, nn.Parameter], config: TrainConfig
 ) -> torch.optim.Optimizer:
-    """Return AdamW over the parameters; vectors (norms, biases) have no weight decay."""
+    """AdamW over the parameters; vectors (norms, biases) have no weight decay."""
     matrices = [parameter for parameter in parameters.values() if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters.values() if parameter.ndim <= 1]
     groups = [
@@ -248,7 +248,7 @@ class UpdateStep:
 
 
 def _fused(masters: Masters, optimizer: torch.optim.Optimizer) -> Any | None:
-    """Return the kernel that takes the step; None: plain torch does, as on a CPU and on several ranks."""
+    """The kernel that takes the step; None: plain torch does, as on a CPU and on several ranks."""
     devices = {master.device.type for master in masters.parameters.values()}
     if devices != {"cuda"} or masters.sharding.ranks.world > 1:
         return None

@@ -41,7 +41,7 @@ class Pack:
 
 
 def context_key(token_ids: np.ndarray, predictors: np.ndarray) -> bytes:
-    """Return the tokens up to the first predictor; rows of one key can share them."""
+    """The tokens up to the first predictor; rows of one key can share them."""
     return token_ids[: predictors[0] + 1].astype(np.int64).tobytes()
 
 
@@ -121,7 +121,7 @@ def make_packs(
 
 
 def empty_pack(device: torch.device) -> Pack:
-    """Return a pack of one token that trains nothing, for ranks with fewer packs than others."""
+    """A pack of one token that trains nothing, for ranks with fewer packs than others."""
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     one = torch.zeros(1, dtype=torch.int64, device=device)
     bounds_S1 = torch.tensor([0, 1], dtype=torch.int32, device=device)
@@ -208,7 +208,7 @@ def make_pack(
 def _lay_out(
     ordered: Sequence[int], token_ids: Sequence[np.ndarray], predictors: Sequence[np.ndarray]
 ) -> tuple[list[_Segment], dict[int, _Segment]]:
-    """Return the segments in the order of the pack, and the segment that ends each row.
+    """The segments in the order of the pack, and the segment that ends each row.
 
     Segments are sorted by the lengths of their contexts and their own, so that equal ones form blocks.
     """
@@ -241,7 +241,7 @@ def _lay_out(
 
 
 def _places(predictors: np.ndarray, end: _Segment) -> np.ndarray:
-    """Return where in the pack the predictors of a row lie; the first may be in its context."""
+    """Where in the pack the predictors of a row lie; the first may be in its context."""
     own = predictors + end.start - end.prefix
     if end.context is None:
         return own
@@ -249,7 +249,7 @@ def _places(predictors: np.ndarray, end: _Segment) -> np.ndarray:
 
 
 def _layout_arrays(segments: Sequence[_Segment]) -> list[np.ndarray]:
-    """Return the bounds of the segments; with shared keys also their index, order, counts and bounds."""
+    """The bounds of the segments; with shared keys also their index, order, counts and bounds."""
     lengths = np.array([len(segment.ids) for segment in segments], dtype=np.int64)
     prefixes = np.array([segment.prefix for segment in segments], dtype=np.int64)
     if not prefixes.any():
@@ -266,7 +266,7 @@ def _layout_arrays(segments: Sequence[_Segment]) -> list[np.ndarray]:
 
 
 def _layout(segments: Sequence[_Segment], moved: Sequence[Tensor]) -> PackLayout:
-    """Return the layout of the segments, whose arrays are on the device."""
+    """The layout of the segments, whose arrays are on the device."""
     pairs = Counter((segment.prefix, len(segment.ids)) for segment in segments)
     bounds_S1, *others = moved
     shared = None

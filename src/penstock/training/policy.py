@@ -129,7 +129,7 @@ class Policy(nn.Module):
         early_N: Tensor | None = None,
         hidden: Tensor | None = None,
     ) -> Any:
-        """Return (log-probs, entropies) of the pack's trained tokens at their temperatures.
+        """(log-probs, entropies) of the pack's trained tokens at their temperatures.
 
         Where `early_N` is set, the distribution is the one without the end tokens. With a pipeline,
         `hidden` comes from the stage before, and all stages but the last return hidden states.
@@ -348,7 +348,7 @@ class Policy(nn.Module):
         return merged.add_(self._addition(name, adapted)).to(dtype)
 
     def _addition(self, name: str, layer: Any) -> Tensor:
-        """Return what the adapters of a layer add to its weight."""
+        """What the adapters of a layer add to its weight."""
         if self.sharding.ranks.world == 1:
             delta: Tensor = layer.get_delta_weight(ADAPTER).detach()
             return delta
@@ -360,7 +360,7 @@ class Policy(nn.Module):
         return product.t() if layer.fan_in_fan_out else product
 
     def adapted_layers(self) -> dict[str, Any]:
-        """Return the layers that have adapters, by the name of their base weight."""
+        """The layers that have adapters, by the name of their base weight."""
         return {
             f"{name}.base_layer.weight": module
             for name, module in self.model.named_modules()
@@ -370,7 +370,7 @@ class Policy(nn.Module):
     def merge_base(
         self, base: Tensor, name: str, dtype: torch.dtype, place: Place = WHOLE
     ) -> Tensor:
-        """Return a base weight at full precision, as adapters are added to it before it is rounded.
+        """A base weight at full precision, as adapters are added to it before it is rounded.
 
         Dithered, so that what the adapters add survives the rounding in expectation; without an
         addition the rounding gives the base weight back, bit for bit.
@@ -382,7 +382,7 @@ class Policy(nn.Module):
 
 
 def adapter_names(base_name: str) -> tuple[str, str]:
-    """Return the names of the two adapters of the layer with this base weight: input and output side."""
+    """The names of the two adapters of the layer with this base weight: input and output side."""
     stem = base_name.removesuffix("base_layer.weight")
     return f"{stem}lora_A.{ADAPTER}.weight", f"{stem}lora_B.{ADAPTER}.weight"
 
@@ -404,7 +404,7 @@ def _checkpointed(layer: nn.Module, call: Callable[..., Any], *inputs: Any) -> A
 
 
 def _layer_kernels() -> Any | None:
-    """Return the Triton kernels of layers; None: Triton is not installed."""
+    """The Triton kernels of layers; None: Triton is not installed."""
     try:
         from penstock.model.kernels import layer_kernels
     except ImportError:
@@ -413,14 +413,14 @@ def _layer_kernels() -> Any | None:
 
 
 def _layer_pass() -> Any:
-    """Return the module of whole layers, which needs Triton."""
+    """The module of whole layers, which needs Triton."""
     from penstock.model.kernels import layer_pass
 
     return layer_pass
 
 
 def _end_pass() -> Any:
-    """Return the module of head and embedding, which needs what `_layer_pass` needs."""
+    """The module of head and embedding, which needs what `_layer_pass` needs."""
     from penstock.model.kernels import end_pass
 
     return end_pass
@@ -431,7 +431,7 @@ def _num_parameters(module: nn.Module) -> int:
 
 
 def trainer_device(config: ModelConfig) -> torch.device:
-    """Return the device of this trainer rank."""
+    """The device of this trainer rank."""
     return choose_device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
 
 
@@ -502,7 +502,7 @@ def _draw_in_float32(model: Any) -> None:
 
 
 def _adapted_names(model: Any, wanted: list[str]) -> list[str]:
-    """Return the full names of the linear layers that get adapters; refuse every other module.
+    """The full names of the linear layers that get adapters; refuse every other module.
 
     The head is refused because the trainer reads its weight and would pass its adapter by; an
     embedding, because a tied head would publish the embedding's adapter and train without it.

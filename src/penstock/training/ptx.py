@@ -39,7 +39,7 @@ class TextStream:
 
     @classmethod
     def from_config(cls, config: Config) -> TextStream | None:
-        """Return the stream of `train.ptx`; None if its coefficient is 0."""
+        """The stream of `train.ptx`; None if its coefficient is 0."""
         if config.train.ptx.coefficient == 0:
             return None
         tokenizer = load_tokenizer(
@@ -49,7 +49,7 @@ class TextStream:
         return cls(read_texts(config.train.ptx, ChatTemplate(tokenizer)))
 
     def peek(self, offset: int, count: int, ranks: Ranks) -> list[Text]:
-        """Return this rank's share of the `count` texts that begin `offset` after the cursor."""
+        """This rank's share of the `count` texts that begin `offset` after the cursor."""
         first = self.cursor + offset
         numbers = [number % len(self._texts) for number in range(first, first + count)]
         return [self._texts[number] for number in rank_share(numbers, ranks)]

@@ -140,7 +140,7 @@ def _write(path: Path, content: dict[str, Any], pieces: Pieces, random_state: Te
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return what was written; tensors stay on disk until they are used."""
+    """What was written; tensors stay on disk until they are used."""
     with safe_open(path, framework="pt", device="cpu") as file:
         content = json.loads(file.metadata()["state"])
         firsts = content.pop("first")
@@ -178,7 +178,7 @@ def _set_random_state(consumer: TrainerState, state: Tensors) -> None:
 
 
 def _tensors(consumer: TrainerState) -> Tensors:
-    """Return the live masters and optimizer moments by name; shards if the model is sharded."""
+    """The live masters and optimizer moments by name; shards if the model is sharded."""
     tensors: Tensors = {}
     for name, parameter in consumer.masters.parameters.items():
         tensors[_MASTER + name] = parameter.detach()
@@ -211,7 +211,7 @@ def _own_pieces(consumer: TrainerState) -> Pieces:
 
 
 def _owner(name: str) -> str:
-    """Return the parameter that a saved tensor belongs to."""
+    """The parameter that a saved tensor belongs to."""
     return name.partition("/")[2]
 
 
@@ -258,7 +258,7 @@ def _copy_values(target: Part, pieces: Iterable[Piece]) -> int:
 
 
 def _common(first: int, size: int, other: int, other_size: int) -> tuple[slice, slice]:
-    """Return the overlap of two ranges, counted from the begin of the one and of the other."""
+    """The overlap of two ranges, counted from the begin of the one and of the other."""
     begin, end = max(first, other), min(first + size, other + other_size)
     end = max(begin, end)
     return slice(begin - first, end - first), slice(begin - other, end - other)
@@ -292,7 +292,7 @@ def write_adapters(checkpoint: Path, config: ModelConfig, folder: Path) -> None:
 
 
 def read_adapters(checkpoint: Path) -> dict[str, Tensor]:
-    """Return the adapters of a checkpoint under peft's names, put together from all ranks."""
+    """The adapters of a checkpoint under peft's names, put together from all ranks."""
     rows: dict[str, list[Piece]] = {}
     shards = sorted(checkpoint.glob("shards/*"))
     for path in (checkpoint / STATE, *shards):

@@ -62,7 +62,7 @@ def scale_run(folder: Path, setting: str) -> str:
 
 
 def _own_socket(path: Path) -> str:
-    """Return the path if a driver of this user made the socket: a run folder may be a stranger's."""
+    """The path if a driver of this user made the socket: a run folder may be a stranger's."""
     owner = path.parent.stat(follow_symlinks=False)
     if owner.st_uid != os.getuid() or not path.parent.name.startswith("penstock-control-"):
         raise ValueError

@@ -81,7 +81,7 @@ class TrainerService:
         return self._sync.publish(consumer.policy_version, self._digest, consumer.weights())
 
     def announce(self) -> WeightHandle | None:
-        """Return the handle of the next publication, so that engines can begin to read early; or None."""
+        """The handle of the next publication, so that engines can begin to read early; or None."""
         if not self._consumer.ranks.is_first:
             return None
         sync = cast(Announcing, self._sync)
@@ -122,7 +122,7 @@ class TrainerService:
         self._consumer.request_stop()
 
     def progress(self) -> tuple[int, int]:
-        """Return how many pieces of work are done and the bytes of the newest snapshot; thread-safe."""
+        """How many pieces of work are done and the bytes of the newest snapshot; thread-safe."""
         return self._consumer.work_done, _size_of(self._draft)
 
 
@@ -134,7 +134,7 @@ def _memory_advice(config: Config) -> str:
 
 
 def _size_of(folder: Path | None) -> int:
-    """Return the bytes of all files in a folder, which may be renamed or removed meanwhile."""
+    """The bytes of all files in a folder, which may be renamed or removed meanwhile."""
     if folder is None:
         return 0
     total = 0
@@ -169,7 +169,7 @@ def trainer_part(
 
 
 def _shares_device(config: Config, kind: str) -> bool:
-    """Return whether weights are published on the GPU; with colocation `auto` saves its memory."""
+    """Whether weights are published on the GPU; with colocation `auto` saves its memory."""
     if kind not in ("cuda_ipc", SHARED):
         return False
     from penstock.training.policy import trainer_device

@@ -75,7 +75,7 @@ class RpcServer:
 
 
 def portable_error(name: str, error: Exception) -> Exception:
-    """Return an error that the driver can unpickle: ours as it is, any other as one PartFailed line.
+    """An error that the driver can unpickle: ours as it is, any other as one PartFailed line.
 
     The traceback of other errors goes to the log. The driver needs no package of the worker for this.
     """
@@ -115,7 +115,7 @@ def append_to_log(folder: Path, name: str, text: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the type and message of an error; a group with one error counts as that error."""
+    """The type and message of an error; a group with one error counts as that error."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     said = " ".join(str(error).split())
@@ -123,7 +123,7 @@ def one_line(error: BaseException) -> str:
 
 
 def stacks() -> str:
-    """Return the stack of every thread of this process."""
+    """The stack of every thread of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
@@ -132,13 +132,13 @@ def stacks() -> str:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> Any:
-    """Return the next pickled message; raise IncompleteReadError at the end of the stream."""
+    """The next pickled message; raise IncompleteReadError at the end of the stream."""
     (length,) = FRAME.unpack(await reader.readexactly(FRAME.size))
     return pickle.loads(await reader.readexactly(length))
 
 
 def frame(message: Any) -> bytes:
-    """Return a pickled message with its length before it."""
+    """A pickled message with its length before it."""
     payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return FRAME.pack(len(payload)) + payload
 

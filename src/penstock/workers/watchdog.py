@@ -110,7 +110,7 @@ class Watchdog:
         return max(self._silent_since(wait), self._told.get(wait.responder, 0.0))
 
     def _glance_at(self, wait: OpenWait) -> _Look | None:
-        """Return the look taken half-way through the present silence, if any."""
+        """The look taken half-way through the present silence, if any."""
         look = self._looks.get((wait.responder, wait.what))
         return look if look is not None and look.at >= self._counted_from(wait) else None
 
@@ -150,7 +150,7 @@ class Watchdog:
             return _NO_ANSWER
 
     def _is_deadlock(self) -> bool:
-        """Return whether parts of the driver wait for each other while no worker is asked anything."""
+        """Whether parts of the driver wait for each other while no worker is asked anything."""
         waits = list(self._waits.open.values())
         moved = max(self._waits.moved_at, self._told.get("", 0.0))
         return (
@@ -179,7 +179,7 @@ class Watchdog:
         raise RunError(line)
 
     def _waits_for_a_restart(self, wait: OpenWait | None) -> bool:
-        """Return whether the driver waits for a restart, which has its own time-out and limit."""
+        """Whether the driver waits for a restart, which has its own time-out and limit."""
         others = self._waits.open.values()
         return wait is None and any(one.what is WaitKind.RESTART for one in others)
 
@@ -244,7 +244,7 @@ def _fault_of(task: asyncio.Task[None]) -> BaseException | None:
 
 
 def coroutine_stack(task: asyncio.Task[Any]) -> str:
-    """Return where a waiting task is, from its first coroutine to the one that awaits."""
+    """Where a waiting task is, from its first coroutine to the one that awaits."""
     lines: list[str] = []
     awaited: Any = task.get_coro()
     while isinstance(awaited, CoroutineType) and awaited.cr_frame is not None:

@@ -60,11 +60,11 @@ class Workers:
         return sum(worker.restarts for worker in self.supervised.values())
 
     async def stack_of(self, name: str) -> str:
-        """Return what a worker is doing; empty if `name` is no worker."""
+        """What a worker is doing; empty if `name` is no worker."""
         return await self.supervised[name].stack() if name in self.supervised else ""
 
     async def progress_of(self, name: str) -> object:
-        """Return something that changes with every token or micro-batch; None if unknown."""
+        """Something that changes with every token or micro-batch; None if unknown."""
         worker = self.supervised.get(name)
         if worker is None:
             return None
@@ -76,14 +76,14 @@ class Workers:
         return stats.tokens_generated if stats is not None and stats.live else None
 
     def _is_asked(self, name: str) -> bool:
-        """Return whether a worker owes an answer that its pause does not delay."""
+        """Whether a worker owes an answer that its pause does not delay."""
         return any(
             wait.responder == name and wait.what is not WaitKind.GENERATE
             for wait in self.events.waits.open.values()
         )
 
     async def activity_of(self, name: str) -> float | None:
-        """Return the seconds of work that a worker's process has spent; None if unknown."""
+        """The seconds of work that a worker's process has spent; None if unknown."""
         return await self.supervised[name].activity() if name in self.supervised else None
 
     async def end(self, reason: str) -> None:
@@ -102,7 +102,7 @@ class Workers:
 async def all_or_first_error(
     *starting: Coroutine[Any, Any, T], discard: Callable[[T], Awaitable[None]] | None = None
 ) -> list[T]:
-    """Return every result; at the first error cancel the others, `discard` their results and raise it."""
+    """Every result; at the first error cancel the others, `discard` their results and raise it."""
     tasks = [asyncio.create_task(work) for work in starting]
     try:
         return list(await asyncio.gather(*tasks))
@@ -147,7 +147,7 @@ async def start_all(trainer: Supervised, engines: list[Supervised], settings: La
 
 
 def colocated_publishes(config: Config, total_steps: int) -> Callable[[int], bool] | None:
-    """Return a test of whether weights are published after a step; None unless colocated."""
+    """A test of whether weights are published after a step; None unless colocated."""
     if not config.launch.colocate:
         return None
     return partial(config.publishes_after, total_steps=total_steps)
@@ -168,7 +168,7 @@ def assemble(
     may_leave: bool = False,
     start_agent: StartAgent | None = None,
 ) -> Workers:
-    """Return the `Workers` of a launcher; all workers have started, `clean_up` runs after their end.
+    """The `Workers` of a launcher; all workers have started, `clean_up` runs after their end.
 
     publishes: given if colocated; tells whether weights are published after a step. may_leave: whether
     publications go on without a late engine.

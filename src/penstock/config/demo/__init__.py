@@ -12,7 +12,7 @@ from penstock.errors import UserError
 
 
 def policy_path() -> Path:
-    """Return the folder of the starting policy: a transformers model with its tokenizer."""
+    """The folder of the starting policy: a transformers model with its tokenizer."""
     path = Path(__file__).parent / "policy"
     if not (path / "model.safetensors").is_file():
         raise UserError(
@@ -22,7 +22,7 @@ def policy_path() -> Path:
 
 
 def resolve_model_path(path: str) -> str:
-    """Return the folder or hub name that `model.path` stands for; refuse a folder without a model."""
+    """The folder or hub name that `model.path` stands for; refuse a folder without a model."""
     if path == "demo":
         return str(policy_path())
     folder = Path(path).expanduser()

@@ -167,7 +167,7 @@ class OpenAIEngine:
         self._raw_logprobs = abs(logprob) > 1e-4
 
     async def _probe(self, more: dict[str, Any]) -> float:
-        """Return the log-prob of a token whose probability is 1 after top_k."""
+        """The log-prob of a token whose probability is 1 after top_k."""
         chunks, logprobs = CompletionChunks(1), []
         body = {**probe_body(self._model), **more}
         async with (

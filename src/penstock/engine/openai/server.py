@@ -93,7 +93,7 @@ class Server:
                 raise
 
     async def has_pause(self) -> bool:
-        """Return whether the server can pause, as vLLM can; end a pause that a dead client left behind."""
+        """Whether the server can pause, as vLLM can; end a pause that a dead client left behind."""
         try:
             answer = await self.get("/is_paused")
         except HttpError:
@@ -222,7 +222,7 @@ class CompletionChunks:
         self._reason: FinishReason | None = None
 
     def read(self, chunk: Any) -> tuple[list[int], list[float]]:
-        """Return a chunk's ids and log-probs; raise `WrongAnswer` if it is malformed or an error."""
+        """A chunk's ids and log-probs; raise `WrongAnswer` if it is malformed or an error."""
         self._check_usage(chunk)
         if isinstance(chunk, dict) and chunk.get("choices") == []:  # it carries only the usage
             return [], []
@@ -243,7 +243,7 @@ class CompletionChunks:
         return self._reason is not None
 
     def end(self) -> FinishReason:
-        """Return the finish reason, after the last chunk."""
+        """The finish reason, after the last chunk."""
         if self._reason is None:
             raise WrongAnswer("got a completion without finish_reason")
         if not self._tokens and self._reason != "abort":
@@ -261,7 +261,7 @@ class CompletionChunks:
 
 
 def _choice(answer: Any) -> tuple[list[int], list[float], Any]:
-    """Return ids, log-probs and finish reason of the only choice."""
+    """Ids, log-probs and finish reason of the only choice."""
     try:
         choice = answer["choices"][0]
         ids = choice.get("token_ids")

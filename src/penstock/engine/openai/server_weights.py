@@ -55,7 +55,7 @@ class WeightsFolder:
         self._written: list[Path] = []
 
     async def write(self, source: WeightHandle, weights: Weights) -> Path:
-        """Return the folder of the weights; write it unless `source` is a folder already."""
+        """The folder of the weights; write it unless `source` is a folder already."""
         if source.kind == FOLDER:
             return Path(source.location)
         folder = self._folder / f"version-{source.version}"

@@ -148,7 +148,7 @@ class TransformersEngine:
             return await self._ask(lambda: self._switch(version, weights, source.digest))
 
     async def _fetch_weights(self, source: WeightHandle) -> dict[str, torch.Tensor]:
-        """Return checked weights; any error but ours (of the device) ends the engine."""
+        """Checked weights; any error but ours (of the device) ends the engine."""
         if self._runner is None:
             raise self._ended
         try:
@@ -267,7 +267,7 @@ class TransformersEngine:
         return running or (self._paused is None and bool(self._waiting))
 
     def _order_wait_s(self) -> float | None:
-        """Return how long to wait for an order before the next step; None: there is no step to do yet."""
+        """How long to wait for an order before the next step; None: there is no step to do yet."""
         if not self._can_step():
             self._burst.over()
             return None
@@ -448,7 +448,7 @@ def _load_model(options: TransformersOptions) -> torch.nn.Module:
 
 
 def _text_decoder(options: TransformersOptions) -> TextOf:
-    """Return ids -> text, for stop strings; the first call loads the tokenizer."""
+    """Ids -> text, for stop strings; the first call loads the tokenizer."""
     loaded: list[Any] = []
 
     def text_of(ids: list[int]) -> str:
@@ -466,7 +466,7 @@ def _text_decoder(options: TransformersOptions) -> TextOf:
 
 
 def _make_runner(model: torch.nn.Module, options: TransformersOptions, text_of: TextOf) -> Runner:
-    """Return the runner for the model's device."""
+    """The runner for the model's device."""
     if next(model.parameters()).device.type == "cuda":
         from penstock.engine.transformers.cuda.cuda_runner import CudaRunner
 
@@ -486,7 +486,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _differ_by_seed(one: GenerationRequest, other: GenerationRequest) -> bool:
-    """Return whether two requests ask the same of an engine but for the seed, as those of a group do."""
+    """Whether two requests ask the same of an engine but for the seed, as those of a group do."""
     same = one.prompt_ids is other.prompt_ids and one.sampling is other.sampling
     return same and not len(one.response_ids) and not len(other.response_ids)
 

@@ -31,7 +31,7 @@ class Step(Protocol):
         """Store the new keys and values, [1, kv heads, rows, head size]."""
 
     def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
-        """Return the attention output [1, rows, heads, head size]."""
+        """The attention output [1, rows, heads, head size]."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +96,7 @@ def running(step: Step) -> Iterator[None]:
 
 
 def current_step() -> Step | None:
-    """Return the step of this thread's forward pass."""
+    """The step of this thread's forward pass."""
     return _current.step
 
 

@@ -62,7 +62,7 @@ class Replies(Reply):
             self.set([])
 
     def setter(self, place: int) -> Callable[[Any], None]:
-        """Return what takes the answer to one question; only one thread at a time may call these."""
+        """What takes the answer to one question; only one thread at a time may call these."""
 
         def answer(result: Any) -> None:
             if self._answers[place] is None:  # else an engine that died answers again
@@ -96,7 +96,7 @@ class Burst:
         self._ends: float | None = None  # None: no order has come yet
 
     def wait_s(self, now: float) -> float:
-        """Return how long the next order of the burst may take; 0: the burst is over."""
+        """How long the next order of the burst may take; 0: the burst is over."""
         if self._ends is None:
             self._ends = now + self.LONGEST_S
         return min(self.GAP_S, max(0.0, self._ends - now))
@@ -127,7 +127,7 @@ class Inbox:
             return not self._closed
 
     def take(self, *, wait_s: float | None) -> Order | None:
-        """Return the next order, or None if none comes within `wait_s` seconds (None: wait until one comes)."""
+        """The next order, or None if none comes within `wait_s` seconds (None: wait until one comes)."""
         with self._changed:
             if wait_s != 0:
                 self._changed.wait_for(lambda: self._orders, wait_s)

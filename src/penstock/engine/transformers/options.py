@@ -38,7 +38,7 @@ class Load:
 
     @classmethod
     def of(cls, config: Config, index: int, gpus: int) -> Load:
-        """Return the load of engine `index` on a machine with so many visible GPUs."""
+        """The load of engine `index` on a machine with so many visible GPUs."""
         launch, tasks = config.launch, config.tasks
         samplings = [config.task_sampling(task) for task in tasks]
         longest = [
@@ -71,7 +71,7 @@ class Load:
 
 
 def _steps_ahead(config: Config, task: str) -> float:
-    """Return how many steps' groups a task has in flight at most."""
+    """How many steps' groups a task has in flight at most."""
     produce = config.task_produce(task)
     if produce.strategy == "sync":
         return 1
@@ -132,7 +132,7 @@ class TransformersOptions:
 
 
 def longest_request(model: torch.nn.Module, options: TransformersOptions) -> int:
-    """Return the most tokens of one request, by the model's positions and the token budget."""
+    """The most tokens of one request, by the model's positions and the token budget."""
     positions = getattr(model.config, "max_position_embeddings", None) or 1 << 30
     return min(positions, options.max_tokens_in_flight or positions)
 
@@ -156,7 +156,7 @@ def choose_sizes(
     max_tokens_in_flight: int = 0,
     kv_memory_share: float = 0.6,
 ) -> Sizes:
-    """Return the sizes for a device with `free` of `total` bytes free after the weights are loaded.
+    """The sizes for a device with `free` of `total` bytes free after the weights are loaded.
 
     Slots: as many as there are requests, if the KV cache can hold a quarter of the longest request in each:
     prompts are rarely as long as they may be. KV cache: what the longest request in each slot needs, at most
@@ -183,7 +183,7 @@ def choose_sizes(
 
 
 def describe(sizes: Sizes, load: Load, *, free: int, bytes_per_token: int) -> str:
-    """Return one line for the log: the sizes, and what they were chosen from."""
+    """One line for the log: the sizes, and what they were chosen from."""
     size = sizes.tokens * bytes_per_token / 2**30
     others = f", {load.engines} engines on this device" if load.engines > 1 else ""
     beside = ", beside a trainer" if load.beside_trainer else ""

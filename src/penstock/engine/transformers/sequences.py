@@ -59,7 +59,7 @@ class Sequence:
             self.marks.append((made, version))
 
     def segments(self, made: int) -> tuple[VersionSegment, ...]:
-        """Return the version segments of the first `made` new tokens."""
+        """The version segments of the first `made` new tokens."""
         found: tuple[VersionSegment, ...] = ()
         if not made:
             return found
@@ -177,7 +177,7 @@ class SlotTable:
         device: torch.device | str = "cpu",
         made_N: np.ndarray | None = None,
     ) -> RowSampling:
-        """Return these slots' parameters for their next token; `made_N` defaults to those recorded."""
+        """These slots' parameters for their next token; `made_N` defaults to those recorded."""
 
         def column(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array[slots_N]).to(device)
@@ -227,7 +227,7 @@ class SlotTable:
         ]
 
     def _text_stops(self, slot: int, text_of: TextOf) -> bool:
-        """Return whether the newest token completes a stop string; decodes only the end of the text."""
+        """Whether the newest token completes a stop string; decodes only the end of the text."""
         sequence = self.sequences[slot]
         assert sequence is not None
         request, made = sequence.request, int(self.made[slot])
@@ -241,7 +241,7 @@ class SlotTable:
         return any(stop in text for stop in request.sampling.stop)
 
     def output(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return copies of the new ids and log-probs so far."""
+        """Copies of the new ids and log-probs so far."""
         made = int(self.made[slot])
         return self.out_ids[slot, :made].copy(), self.out_logprobs[slot, :made].copy()
 

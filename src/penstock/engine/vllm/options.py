@@ -67,7 +67,7 @@ class VllmOptions:
         )
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Return the engine arguments of vLLM that these options set."""
+        """The engine arguments of vLLM that these options set."""
         return {
             "model": self.path,
             "tokenizer": self.tokenizer or self.path,

@@ -49,22 +49,22 @@ class Observed:
         return int(self.rows[-1]["step"]) if self.rows else 0
 
     def newest(self, name: str, count: int) -> list[float]:
-        """Return a metric of the newest steps, at most `count`; NaN where a step has none."""
+        """A metric of the newest steps, at most `count`; NaN where a step has none."""
         return [_number(row.get(name)) for row in self.rows[-count:]]
 
     def now(self, name: str, window: int = WINDOW) -> float:
-        """Return a metric's mean over the newest steps; NaN if fewer than `window` have it."""
+        """A metric's mean over the newest steps; NaN if fewer than `window` have it."""
         newest = self.newest(name, window)
         return mean(newest) if len(newest) == window else math.nan
 
     def at_start(self, name: str, window: int = WINDOW) -> float:
-        """Return a metric's mean over the first steps; NaN if the run is not twice as long yet."""
+        """A metric's mean over the first steps; NaN if the run is not twice as long yet."""
         if len(self.rows) < 2 * window:
             return math.nan
         return mean([_number(row.get(name)) for row in self.rows[:window]])
 
     def since(self, name: str, holds: Callable[[float], bool], window: int = WINDOW) -> int | None:
-        """Return the step since which the metric's mean over `window` steps has held; None: it does not."""
+        """The step since which the metric's mean over `window` steps has held; None: it does not."""
         value, first = (lambda index: _number(self.rows[index].get(name))), None
         for end in range(len(self.rows), window - 1, -1):
             if not holds(mean([value(index) for index in range(end - window, end)])):
@@ -76,21 +76,21 @@ class Observed:
         return int(self.rows[next(alone, first)]["step"])
 
     def steps_above(self, name: str, limit: float, count: int) -> list[int]:
-        """Return those of the newest steps, at most `count`, whose metric is above a limit."""
+        """Those of the newest steps, at most `count`, whose metric is above a limit."""
         return [int(row["step"]) for row in self.rows[-count:] if _number(row.get(name)) > limit]
 
     def total(self, name: str, count: int) -> float:
-        """Return the sum of a metric over the newest steps, at most `count`."""
+        """The sum of a metric over the newest steps, at most `count`."""
         return sum(value for value in self.newest(name, count) if not math.isnan(value))
 
     def share(self, name: str, count: int) -> float:
-        """Return which share of the newest steps passed with a wait, as a median; NaN before `count` steps."""
+        """Which share of the newest steps passed with a wait, as a median; NaN before `count` steps."""
         pairs = zip(self.newest(name, count), self.newest("time/step_s", count), strict=True)
         shares = sorted(min(1.0, wait / step) for wait, step in pairs if wait >= 0 and step > 0)
         return shares[count // 2] if len(shares) == count else math.nan
 
     def fact(self, name: str) -> dict[str, Any]:
-        """Return a fact of the start; empty if the run did not record it."""
+        """A fact of the start; empty if the run did not record it."""
         try:
             fact = json.loads(self.facts.get(name, "{}"))
         except ValueError:
@@ -99,7 +99,7 @@ class Observed:
 
 
 def looked_at_settings(config: Config) -> AlgorithmSettings:
-    """Return the algorithm's settings without importing code of the run: an algorithm of its own counts as GRPO."""
+    """The algorithm's settings without importing code of the run: an algorithm of its own counts as GRPO."""
     algorithm = config.algorithm
     if algorithm.name not in ALGORITHMS:
         algorithm = algorithm.model_copy(update={"name": "grpo"})
@@ -107,7 +107,7 @@ def looked_at_settings(config: Config) -> AlgorithmSettings:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean of the numbers; NaN if there is none."""
+    """The mean of the numbers; NaN if there is none."""
     numbers = [value for value in values if not math.isnan(value)]
     return sum(numbers) / len(numbers) if numbers else math.nan
 
@@ -157,7 +157,7 @@ def _read_journal(
 
 
 def _last_failure(journal: Journal) -> str:
-    """Return the error of the group that failed last; empty if none did."""
+    """The error of the group that failed last; empty if none did."""
     rows = journal.query(
         "SELECT reason FROM events WHERE status = 'failed' AND reason != '' ORDER BY at DESC LIMIT 1"
     )

@@ -80,7 +80,7 @@ class _Texts(dict[str, Any]):
 
 
 def find(observed: Observed) -> list[Finding]:
-    """Return what is wrong with a run now, the worst first; one finding for each remedy."""
+    """What is wrong with a run now, the worst first; one finding for each remedy."""
     findings: list[Finding] = []
     for rule in RULES:
         finding = _apply(rule, observed)
@@ -122,7 +122,7 @@ def _held(
     holds: Callable[[Observed, float], bool],
     unless: Callable[[Observed], bool] = lambda o: False,
 ) -> Callable[[Observed], Figures | None]:
-    """Return the condition that a metric's mean over some steps holds until now."""
+    """The condition that a metric's mean over some steps holds until now."""
 
     def condition(o: Observed) -> Figures | None:
         since = o.since(name, lambda value: holds(o, value))
@@ -158,7 +158,7 @@ def _equal_rewards(o: Observed) -> Figures | None:
 
 
 def _cause(o: Observed) -> tuple[str, str, tuple[str, ...]]:
-    """Return why rewards are equal: the figures, what to do, settings."""
+    """Why rewards are equal: the figures, what to do, settings."""
     form, right, cut = o.now("format/mean"), o.now("accuracy/mean"), o.now("truncated/share")
     empty, reward = o.now("empty/share"), o.now("reward/mean")
     if empty >= _MOST:
@@ -184,7 +184,7 @@ def _cause(o: Observed) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _missed_form(o: Observed) -> tuple[str, tuple[str, ...]] | None:
-    """Return what responses lack, and a system prompt, for the first task whose reward asks for a form."""
+    """What responses lack, and a system prompt, for the first task whose reward asks for a form."""
     for name, task in o.config.tasks.items():
         for reward in task.rewards:
             ignored = any(other.options.get("format") == "ignore" for other in task.rewards)
@@ -235,12 +235,12 @@ def _longer(o: Observed) -> tuple[str, ...]:
 
 
 def _has_improved(o: Observed) -> bool:
-    """Return whether the reward is higher than at the start."""
+    """Whether the reward is higher than at the start."""
     return o.now("reward/mean") > o.at_start("reward/mean") + 0.01
 
 
 def _is_solved(o: Observed) -> bool:
-    """Return whether answers may be equal because they are right, or still differ."""
+    """Whether answers may be equal because they are right, or still differ."""
     score = o.now("accuracy/mean")
     score = o.now("reward/mean") if math.isnan(score) else score
     return score >= _SOLVED or not o.now("groups/zero_variance") >= 0.5
@@ -281,7 +281,7 @@ def _lost_updates(o: Observed) -> Figures | None:
 
 
 def _still_rises(o: Observed) -> bool:
-    """Return whether the reward rises, or the run is too young to say."""
+    """Whether the reward rises, or the run is too young to say."""
     rewards = o.newest("reward/mean", 20)
     return len(rewards) < 20 or mean(rewards[-10:]) > mean(rewards[-20:-10]) + 0.01
 
@@ -350,7 +350,7 @@ def _expired(o: Observed) -> Figures | None:
 
 
 def _needs_age(o: Observed) -> bool:
-    """Return whether the bound is narrow, or the producers work all the time."""
+    """Whether the bound is narrow, or the producers work all the time."""
     narrow = o.config.produce.max_staleness < 2
     return narrow or not o.share("time/producer_wait_s", _LONG) >= 0.2
 
@@ -398,7 +398,7 @@ def _producer_idle(o: Observed) -> Figures | None:
 def _idle(
     o: Observed, waits: float, left: float, advice: str, change: tuple[str, ...]
 ) -> Figures | None:
-    """Return the figures of a side that waits, if the remedy saves enough; `left`: of a step's time."""
+    """The figures of a side that waits, if the remedy saves enough; `left`: of a step's time."""
     if 1 - left < _WORTH or o.config.launch.colocate:
         return None
     step = o.now("time/step_s", _LONG)
@@ -412,7 +412,7 @@ def _idle(
 
 
 def _spare_devices(o: Observed) -> int:
-    """Return the GPUs, or on a machine without one the cores, that no worker uses."""
+    """The GPUs, or on a machine without one the cores, that no worker uses."""
     machine, launch = o.fact(MACHINE), o.config.launch
     if not machine or launch.kind == "ray":
         return 0

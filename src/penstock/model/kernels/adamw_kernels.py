@@ -94,7 +94,7 @@ class AdamWStep:
 
     @staticmethod
     def fits(optimizer: torch.optim.Optimizer, rounded: dict[nn.Parameter, nn.Parameter]) -> bool:
-        """Return whether the kernel covers these parameters."""
+        """Whether the kernel covers these parameters."""
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         return (
             bool(parameters)
@@ -106,7 +106,7 @@ class AdamWStep:
         )
 
     def table(self) -> Tensor | None:
-        """Return addresses and size of every parameter; None: the kernel cannot read one of the gradients."""
+        """Addresses and size of every parameter; None: the kernel cannot read one of the gradients."""
         rows = []
         for one, rounded in zip(self._parameters, self._rounded, strict=True):
             grad = one.grad
@@ -152,7 +152,7 @@ class AdamWStep:
         )  # fmt: skip
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return the moments of a parameter, of zeros before its first step, as torch makes them."""
+        """The moments of a parameter, of zeros before its first step, as torch makes them."""
         state: dict[str, Tensor] = self._optimizer.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=self._device)

@@ -268,7 +268,7 @@ def rotate_store(
     values_TGD: torch.Tensor,
     target_B: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the turned query heads [B, H, D] of a product of q, k and v; store k, turned, and v.
+    """The turned query heads [B, H, D] of a product of q, k and v; store k, turned, and v.
 
     Row i is stored at token `target_B[i]`.
     """
@@ -318,7 +318,7 @@ def open_rows(
     cos_PD: torch.Tensor,
     sin_PD: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what a step needs of its rows: x, cos, sin, start, target and length."""
+    """What a step needs of its rows: x, cos, sin, start, target and length."""
     rows, width, size = len(slot_B), embedding_VD.shape[1], cos_PD.shape[1]
     assert embedding_VD.is_contiguous()
     x_BD = embedding_VD.new_empty(rows, width)
@@ -465,7 +465,7 @@ def sample_rows(
     index_B: torch.Tensor,
     temperature_B: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token and log-prob of each row; temperature 0: the likeliest token, log-prob at 1.
+    """Token and log-prob of each row; temperature 0: the likeliest token, log-prob at 1.
 
     A row whose logits are no distribution (NaN, +inf, or none finite) gets log-prob NaN.
     """

@@ -84,7 +84,7 @@ def sample_rows(
     index_B: torch.Tensor,
     temperature_B: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token and log-prob of each row; temperature 0: the likeliest token, log-prob at 1."""
+    """Token and log-prob of each row; temperature 0: the likeliest token, log-prob at 1."""
     greedy_B = temperature_B == 0
     scaled_BV = logits_BV.float() / torch.where(greedy_B, 1.0, temperature_B)[:, None]
     logprobs_BV = scaled_BV.log_softmax(dim=-1)
@@ -103,7 +103,7 @@ def rotate_store(
     values_TGD: torch.Tensor,
     target_B: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the turned query heads [B, H, D] of a product of q, k and v; store k, turned, and v."""
+    """The turned query heads [B, H, D] of a product of q, k and v; store k, turned, and v."""
     kv_heads, size = keys_TGD.shape[1:]
     every_BHD = product_BN.unflatten(1, (-1, size))
     turned_BHD, value_BGD = every_BHD[:, :-kv_heads].float(), every_BHD[:, -kv_heads:]
@@ -122,7 +122,7 @@ def open_rows(
     cos_PD: torch.Tensor,
     sin_PD: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what a step needs of its rows: x, cos, sin, start, target and length."""
+    """What a step needs of its rows: x, cos, sin, start, target and length."""
     position_B, start_B = state.position[slot_B], state.start[slot_B]
     turn_B = position_B.clamp_max(len(cos_PD) - 1)
     x_BD = embedding_VD[state.token[slot_B]]

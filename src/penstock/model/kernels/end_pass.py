@@ -25,7 +25,7 @@ class _Rows:
         self.joint = joint
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Return None: the masters are not the copy's own."""
+        """None: the masters are not the copy's own."""
 
 
 class _EmbeddingFunction(torch.autograd.Function):

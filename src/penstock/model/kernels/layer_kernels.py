@@ -66,7 +66,7 @@ def _rotate(
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool) -> torch.Tensor:
-    """Return x [1, heads, rows, size], rotated by cos and sin [1, rows, size]; laid out by rows."""
+    """x [1, heads, rows, size], rotated by cos and sin [1, rows, size]; laid out by rows."""
     _, heads, rows, size = x.shape
     output = x.new_empty(1, rows, heads, size)
     steps = (x.stride(2), x.stride(1), output.stride(1))
@@ -175,7 +175,7 @@ class _SiluGate(torch.autograd.Function):
 
 
 def gate_values(gate_RF: torch.Tensor, up_RF: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up of matrices whose rows may lie apart."""
+    """silu(gate) * up of matrices whose rows may lie apart."""
     rows, width = gate_RF.shape
     output = torch.empty(rows, width, dtype=gate_RF.dtype, device=gate_RF.device)
     kernel: Any = _gate
@@ -208,7 +208,7 @@ def gate_gradients(
 
 
 def silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up, rounded where the two plain operations round."""
+    """silu(gate) * up, rounded where the two plain operations round."""
     output: torch.Tensor = _SiluGate.apply(gate, up)
     return output
 
@@ -294,7 +294,7 @@ def _fuse_rotary(module: nn.Module) -> bool:
 
 @functools.cache
 def _with_kernel(forward: Any) -> Any:
-    """Return an attention layer's forward function that calls the kernel where its shapes fit."""
+    """An attention layer's forward function that calls the kernel where its shapes fit."""
     own = forward.__globals__[_ROTARY]
 
     def rotary(
@@ -336,7 +336,7 @@ def _rotary_matches(own: Any, size: int, weight: torch.Tensor) -> bool:
 
 
 def is_close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Return whether two outputs differ by rounding only."""
+    """Whether two outputs differ by rounding only."""
     tolerance = _TOLERANCE.get(wanted.dtype, 0.0)
     scale = float(wanted.abs().max())
     return got.shape == wanted.shape and torch.allclose(

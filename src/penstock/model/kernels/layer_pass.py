@@ -44,7 +44,7 @@ class Joint:
         self.values()
 
     def values(self) -> Tensor:
-        """Return all parameters as one tensor; the parameters themselves are views of it."""
+        """All parameters as one tensor; the parameters themselves are views of it."""
         addresses = [part.data_ptr() for part in self._parts]
         if addresses != self._addresses:
             self._values = self._join() if len(self._parts) > 1 else self._parts[0].detach()
@@ -73,7 +73,7 @@ class Joint:
             master.grad = None
 
     def _gradient(self) -> Tensor | None:
-        """Return the masters' gradients as one tensor of which they are views; None: they have none."""
+        """The masters' gradients as one tensor of which they are views; None: they have none."""
         first = self._masters[0].grad
         if len(self._masters) == 1 or all(master.grad is None for master in self._masters):
             return first
@@ -90,7 +90,7 @@ class Joint:
 
 
 def _adjacent(parts: Sequence[nn.Parameter]) -> Tensor | None:
-    """Return parameters that lie end to end already as one tensor."""
+    """Parameters that lie end to end already as one tensor."""
     at = parts[0].data_ptr()
     storage = parts[0].untyped_storage().data_ptr()
     for part in parts:
@@ -154,7 +154,7 @@ class LayerPass:
     def forward(
         self, x_TD: Tensor, cos: Tensor, sin: Tensor, layout: PackLayout
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the layer's output and what its backward pass needs."""
+        """The layer's output and what its backward pass needs."""
         steps = self.steps
         normed_TD, inverse = steps.norm(x_TD, self.first_norm.values(), self.first_eps)
         bias = None if self.biases is None else self.biases.values()
@@ -218,7 +218,7 @@ class LayerPass:
         return x_grad_TD
 
     def probe(self) -> tuple[Tensor, Tensor, Tensor, PackLayout]:
-        """Return inputs of `forward`: two short sequences, small beside what the layer adds to them."""
+        """Inputs of `forward`: two short sequences, small beside what the layer adds to them."""
         weight = self.first_norm.values()
         options = {"device": weight.device, "dtype": weight.dtype}
 
@@ -236,7 +236,7 @@ class LayerPass:
         return x_TD, *turns, layout
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Return None: a copy of the model runs its own code, because the masters are not its own."""
+        """None: a copy of the model runs its own code, because the masters are not its own."""
 
     def drop_gradients(self) -> None:
         """Set the gradients of all masters to None."""
@@ -316,7 +316,7 @@ def _forward(module: Any, hidden_states: Tensor, *inputs: Any, **named: Any) -> 
 
 
 def _can_run(layout: PackLayout | None, hidden_states: Tensor) -> bool:
-    """Return whether all keys are in the pack, and a backward pass will come through here."""
+    """Whether all keys are in the pack, and a backward pass will come through here."""
     if (
         layout is None
         or layout.gather is not None
@@ -333,7 +333,7 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def _read(module: nn.Module, masters: Mapping[int, nn.Parameter], steps: Any) -> LayerPass | None:
-    """Return the weights of a layer of the architecture that `LayerPass` computes; None: another one."""
+    """The weights of a layer of the architecture that `LayerPass` computes; None: another one."""
     if set(module._modules) != _PARTS or getattr(module, "gradient_checkpointing", False):
         return None
     attention: Any = module.self_attn
@@ -378,7 +378,7 @@ def _read(module: nn.Module, masters: Mapping[int, nn.Parameter], steps: Any) ->
 
 
 def _can_join(known: Sequence[nn.Parameter], masters: Mapping[int, nn.Parameter]) -> bool:
-    """Return whether all have masters and one format, begin aligned when joined, and fit the kernels."""
+    """Whether all have masters and one format, begin aligned when joined, and fit the kernels."""
     return (
         all(id(one) in masters for one in known)
         and len({one.dtype for one in known}) == 1
@@ -388,7 +388,7 @@ def _can_join(known: Sequence[nn.Parameter], masters: Mapping[int, nn.Parameter]
 
 
 def _heads(attention: Any, norms: Sequence[Any]) -> Heads | None:
-    """Return the heads of an attention layer; None if it has a window or heads that do not fit."""
+    """The heads of an attention layer; None if it has a window or heads that do not fit."""
     size: Any = getattr(attention, "head_dim", None)
     config: Any = getattr(attention, "config", None)
     window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
@@ -405,7 +405,7 @@ def _heads(attention: Any, norms: Sequence[Any]) -> Heads | None:
 
 
 def _matches(module: Any, layer: LayerPass) -> bool:
-    """Return whether the layer's own code, for two short sequences, gives the same up to rounding."""
+    """Whether the layer's own code, for two short sequences, gives the same up to rounding."""
     with torch.no_grad():
         x_TD, cos, sin, layout = layer.probe()
         try:

@@ -25,7 +25,7 @@ norm_back = norm_gradients
 
 
 def norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of each row, and 1 / root mean square."""
+    """The RMS norm of each row, and 1 / root mean square."""
     output_TD, inverse_T1 = torch.ops.aten._fused_rms_norm(x_TD, weight_D.shape, weight_D, eps)
     return output_TD, inverse_T1
 
@@ -36,13 +36,13 @@ def rotate_(joint_TC: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> None:
 
 
 def gate(both_TF: Tensor) -> Tensor:
-    """Return silu(gate) * up of rows that have the gate first."""
+    """silu(gate) * up of rows that have the gate first."""
     width = both_TF.shape[1] // 2
     return layer_kernels.gate_values(both_TF[:, :width], both_TF[:, width:])
 
 
 def gate_back(grad_TF: Tensor, both_TF: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the rows that `gate` took, and its output, computed again in place of `grad_TF`."""
+    """The gradient of the rows that `gate` took, and its output, computed again in place of `grad_TF`."""
     grads_TF = torch.empty_like(both_TF)
     width = grad_TF.shape[1]
     layer_kernels.gate_gradients(
@@ -56,7 +56,7 @@ def gate_back(grad_TF: Tensor, both_TF: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend(joint_TC: Tensor, layout: PackLayout, heads: Heads) -> tuple[Tensor, ...]:
-    """Return what the heads' values add up to [rows, queries x size], and what backward needs."""
+    """What the heads' values add up to [rows, queries x size], and what backward needs."""
     query_THD, key_KHD, value_KHD = heads.split(joint_TC)
     if layout.shared is not None:  # keys and values lie side by side
         split = heads.queries * heads.size
@@ -85,7 +85,7 @@ def attend_back(
     cos: Tensor,
     sin: Tensor,
 ) -> Tensor:
-    """Return the gradient of the joint product before its rotation."""
+    """The gradient of the joint product before its rotation."""
     output_TC, logsumexp, state, unused, key_KHD, value_KHD = attended
     shape = (len(joint_TC), heads.queries, heads.size)
     keys: PackLayout | SharedKeys = layout.shared or layout
@@ -167,7 +167,7 @@ def joint_gradient(
     cos: Tensor,
     sin: Tensor,
 ) -> Tensor:
-    """Return the gradient of the joint product before its rotation, from those of the attention's inputs."""
+    """The gradient of the joint product before its rotation, from those of the attention's inputs."""
     rows = len(query_THD)
     columns = heads.rotated + heads.keys * heads.size
     output_TC = torch.empty(rows, columns, dtype=query_THD.dtype, device=query_THD.device)
@@ -190,7 +190,7 @@ def joint_gradient(
 
 
 def add_product(total: Tensor | None, left_TO: Tensor, right_TI: Tensor) -> Tensor:
-    """Return total + left^T right in float32; the total changes in place."""
+    """Total + left^T right in float32; the total changes in place."""
     left_OT = left_TO.t()
     if total is None:
         return torch.mm(left_OT, right_TI, out_dtype=torch.float32)
@@ -201,7 +201,7 @@ def add_product(total: Tensor | None, left_TO: Tensor, right_TI: Tensor) -> Tens
 
 @functools.cache
 def adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this torch adds a half-precision product to a float32 matrix in place; tried once."""
+    """Whether this torch adds a half-precision product to a float32 matrix in place; tried once."""
     left, total = torch.eye(16, device=device, dtype=dtype), torch.ones(16, 16, device=device)
     try:
         torch.addmm(total, left, 2 * left, out_dtype=torch.float32, out=total)

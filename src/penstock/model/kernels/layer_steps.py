@@ -30,7 +30,7 @@ class Heads:
         return (self.queries + self.keys) * self.size
 
     def split(self, joint_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return views of queries, keys and values, each [rows, heads, size]."""
+        """Views of queries, keys and values, each [rows, heads, size]."""
         first, second = self.queries * self.size, self.rotated
         return (
             joint_TC[:, :first].unflatten(1, (self.queries, self.size)),
@@ -40,7 +40,7 @@ class Heads:
 
 
 def norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the RMS norm of each row, and 1 / root mean square."""
+    """The RMS norm of each row, and 1 / root mean square."""
     exact_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
     inverse_T1 = torch.rsqrt(exact_TD.square().mean(-1, keepdim=True) + eps)
     return (exact_TD * inverse_T1 * weight_D).to(x_TD.dtype), inverse_T1
@@ -49,7 +49,7 @@ def norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def add_norm(
     x_TD: Tensor, added_TD: Tensor, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x + added, its norm, and 1 / root mean square of each row."""
+    """x + added, its norm, and 1 / root mean square of each row."""
     total_TD = x_TD + added_TD
     return total_TD, *norm(total_TD, weight_D, eps)
 
@@ -61,7 +61,7 @@ def norm_back(
     inverse_T1: Tensor,
     added_TD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the input, plus `added`, and of the weight."""
+    """The gradients of the input, plus `added`, and of the weight."""
     exact = inverse_T1.dtype
     grad_TD, normed_TD = grad_TD.to(exact), x_TD.to(exact) * inverse_T1.view(-1, 1)
     weight_grad_D = (grad_TD * normed_TD).sum(0)
@@ -81,7 +81,7 @@ def rotate_(joint_TC: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> None:
 
 
 def attend(joint_TC: Tensor, layout: PackLayout, heads: Heads) -> tuple[Tensor, ...]:
-    """Return what the heads' values add up to [rows, queries x size], and what backward needs."""
+    """What the heads' values add up to [rows, queries x size], and what backward needs."""
     query, key, value = (part.transpose(0, 1)[None] for part in heads.split(joint_TC))
     output, _ = packed_attention(
         torch.nn.Identity(), query, key, value, None, pack_layout=layout, scaling=heads.scale
@@ -98,7 +98,7 @@ def attend_back(
     cos: Tensor,
     sin: Tensor,
 ) -> Tensor:
-    """Return the gradient of the joint product before its rotation."""
+    """The gradient of the joint product before its rotation."""
     with torch.enable_grad():
         leaf_TC = joint_TC.detach().requires_grad_()
         (output_TC,) = attend(leaf_TC, layout, heads)
@@ -111,13 +111,13 @@ def attend_back(
 
 
 def gate(both_TF: Tensor) -> Tensor:
-    """Return silu(gate) * up of rows that have the gate first."""
+    """silu(gate) * up of rows that have the gate first."""
     gate_TF, up_TF = both_TF.chunk(2, -1)
     return silu(gate_TF) * up_TF
 
 
 def gate_back(grad_TF: Tensor, both_TF: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the rows that `gate` took, and its output, computed again. May overwrite `grad_TF`.
+    """The gradient of the rows that `gate` took, and its output, computed again. May overwrite `grad_TF`.
 
     The forward pass does not keep the output, which would add a third to what a layer keeps.
     """
@@ -129,7 +129,7 @@ def gate_back(grad_TF: Tensor, both_TF: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_product(total: Tensor | None, left_TO: Tensor, right_TI: Tensor) -> Tensor:
-    """Return total + left^T right, in float32 at least; the total changes in place."""
+    """Total + left^T right, in float32 at least; the total changes in place."""
     exact = torch.promote_types(left_TO.dtype, torch.float32)
     left_OT, right_TI = left_TO.t().to(exact), right_TI.to(exact)
     return left_OT @ right_TI if total is None else total.addmm_(left_OT, right_TI)

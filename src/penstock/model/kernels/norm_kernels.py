@@ -84,7 +84,7 @@ def _back(
 def add_rms_norm(
     x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x + added, its norm, and 1 / root mean square of each row; all inputs are contiguous."""
+    """x + added, its norm, and 1 / root mean square of each row; all inputs are contiguous."""
     rows, width, pad, at_once = _shape(x, weight)
     total, output = torch.empty_like(x), torch.empty_like(x)
     inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -103,7 +103,7 @@ def norm_gradients(
     inverse: torch.Tensor,
     added: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of x, plus `added`, and of the weight, in float32; all are contiguous."""
+    """The gradients of x, plus `added`, and of the weight, in float32; all are contiguous."""
     rows, width, pad, _ = _shape(x, weight)
     at_once = max(1, _BACK_ELEMENTS // pad)
     x_grad = torch.empty_like(x)
@@ -119,7 +119,7 @@ def norm_gradients(
 
 
 def _shape(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int, int]:
-    """Return (rows, width, width of a block, rows that a program holds at once)."""
+    """(rows, width, width of a block, rows that a program holds at once)."""
     pad = triton.next_power_of_2(len(weight))
     return x.numel() // len(weight), len(weight), pad, max(1, _ELEMENTS // pad)
 
@@ -139,7 +139,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return torch's `rms_norm` of the last dimension; its backward pass is one kernel where it can be."""
+    """torch's `rms_norm` of the last dimension; its backward pass is one kernel where it can be."""
     fits = weight.ndim == 1 and len(weight) <= LARGEST and x.is_contiguous()
     if not fits or x.dtype != weight.dtype or not x.numel():
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)

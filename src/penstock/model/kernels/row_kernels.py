@@ -24,7 +24,7 @@ ROWS = 16  # of a program: the least of a tensor core's dot product
 
 @functools.cache
 def overlapped(device: torch.device) -> dict[str, bool]:
-    """Return the arguments with which a kernel may start before the last one on its stream has ended.
+    """The arguments with which a kernel may start before the last one on its stream has ended.
 
     A kernel that takes them must wait (`gdc_wait`) before it reads what another kernel wrote and before it writes.
     """
@@ -206,7 +206,7 @@ def _norm_rows(
 
 
 def norm_rows(x_BD: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Tensor:
-    """Return the rows' RMS norm."""
+    """The rows' RMS norm."""
     rows, width = x_BD.shape
     assert x_BD.is_contiguous()
     made = torch.empty_like(x_BD)
@@ -220,7 +220,7 @@ def norm_rows(x_BD: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Ten
 
 
 def _how(tiles: Tiles, x_BK: torch.Tensor) -> dict[str, Any]:
-    """Return the keyword arguments that all three kernels take."""
+    """The keyword arguments that all three kernels take."""
     inputs = x_BK.shape[1]
     return {
         "K": inputs, "ROWS": ROWS, "COLUMNS": tiles.columns, "SPLIT": tiles.split,
@@ -240,7 +240,7 @@ def project_and_store(
     target_B: torch.Tensor,
     tiles: Tiles,
 ) -> torch.Tensor:
-    """Return the query heads of the normed rows, turned; store turned keys and values at `target_B`."""
+    """The query heads of the normed rows, turned; store turned keys and values at `target_B`."""
     rows, width = x_BD.shape
     kv_heads, size = keys_TGD.shape[1:]
     heads = len(weight_ND) // size - 2 * kv_heads
@@ -265,7 +265,7 @@ def gate_product(
     weight_FD: torch.Tensor,
     tiles: Tiles,
 ) -> torch.Tensor:
-    """Return silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
+    """silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
     rows, inputs = x_BD.shape
     width = len(weight_FD) // 2
     assert x_BD.is_contiguous()

@@ -10,7 +10,7 @@ from penstock.model.kernels.row_tiles import Tiles
 
 
 def norm_rows(x_BD: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Tensor:
-    """Return the rows' RMS norm."""
+    """The rows' RMS norm."""
     return functional.rms_norm(x_BD, norm[0].shape, *norm)
 
 
@@ -25,7 +25,7 @@ def project_and_store(
     target_B: torch.Tensor,
     tiles: Tiles,
 ) -> torch.Tensor:
-    """Return the query heads of the normed rows, turned; store turned keys and values at `target_B`."""
+    """The query heads of the normed rows, turned; store turned keys and values at `target_B`."""
     product_BN = functional.linear(norm_rows(x_BD, norm), weight_ND, bias_N)
     return rotate_store(product_BN, *turn, keys_TGD, values_TGD, target_B)
 
@@ -36,7 +36,7 @@ def gate_product(
     weight_FD: torch.Tensor,
     tiles: Tiles,
 ) -> torch.Tensor:
-    """Return silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
+    """silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
     gate_BF, up_BF = functional.linear(norm_rows(x_BD, norm), weight_FD).chunk(2, dim=1)
     return functional.silu(gate_BF) * up_BF
 

@@ -28,7 +28,7 @@ _PART = 1024  # inputs of one part; a norm needs the whole row, and a program ha
 
 
 def choose(product: Product, x_BK: torch.Tensor, weight_NK: torch.Tensor) -> Tiles | None:
-    """Return how to cut a product; None: use the library's."""
+    """How to cut a product; None: use the library's."""
     rows, inputs = x_BK.shape
     if rows > MOST_ROWS or (x_BK.dtype.itemsize > 2 and inputs > 256):  # no tensor cores
         return None

@@ -64,7 +64,7 @@ class VerificationClient:
         timeout_s: float,
         stop_at_failure: bool = False,
     ) -> Verdict:
-        """Return the verdict of the first server that answers; raise SandboxError if none does."""
+        """The verdict of the first server that answers; raise SandboxError if none does."""
         request = {
             "in_outs": dict(test_cases),
             "generation": source,
@@ -86,7 +86,7 @@ class VerificationClient:
         )
 
     def _pause(self, attempt: int, asked_s: float) -> float:
-        """Return the back-off before the next attempt: it doubles per round over all servers, with jitter."""
+        """The back-off before the next attempt: it doubles per round over all servers, with jitter."""
         doubled = self._backoff_s * 2 ** (attempt // len(self._urls))
         return min(MAX_BACKOFF_S, max(asked_s, doubled * random.uniform(0.5, 1.5)))
 

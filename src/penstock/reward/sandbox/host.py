@@ -91,7 +91,7 @@ class Library:
 
 @functools.cache
 def library() -> Library:
-    """Return the standard library and the system's shared libraries, without installed packages."""
+    """The standard library and the system's shared libraries, without installed packages."""
     base = {"platbase": sys.base_exec_prefix}  # not a virtual environment's
     wanted = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib", vars=base)}
     wanted.update(map(_narrowed, _SYSTEM_PATHS))
@@ -115,7 +115,7 @@ def library() -> Library:
 
 
 def _narrowed(path: str) -> str:
-    """Return the folder of this machine's shared libraries in `path`, where there is such a folder."""
+    """The folder of this machine's shared libraries in `path`, where there is such a folder."""
     own = os.path.join(path, sysconfig.get_config_var("MULTIARCH") or "")
     return own if path in ("/lib", "/usr/lib") and os.path.isdir(own) else path
 
@@ -128,7 +128,7 @@ def _mount_point(paths: Sequence[str]) -> str:
 
 
 def bubblewrap_command(descriptor: int) -> list[str] | None:
-    """Return the command that runs the factory in bubblewrap; None if it is not installed."""
+    """The command that runs the factory in bubblewrap; None if it is not installed."""
     program = shutil.which("bwrap")
     if program is None:
         return None
@@ -154,7 +154,7 @@ def _interpreter_flags() -> list[str]:
 
 
 def _bootstrap(descriptor: int) -> str:
-    """Return the factory's program; its last comment says in the process list whose factory it is."""
+    """The factory's program; its last comment says in the process list whose factory it is."""
     return _BOOTSTRAP.format(
         folder=os.path.dirname(_INSIDE),
         descriptor=descriptor,
@@ -282,7 +282,7 @@ class SandboxFactory:
 
 
 def _last_message(link: socket.socket) -> str:
-    """Return what a sandbox said before it ended; empty if it said nothing."""
+    """What a sandbox said before it ended; empty if it said nothing."""
     link.settimeout(1.0)
     try:
         return str(wire.receive(link)[0].get("error", ""))
@@ -301,7 +301,7 @@ def _highest_id() -> int:
 
 
 def _ids_for(count: int) -> tuple[int, int]:
-    """Return a separate user and group per sandbox if we are root of several, else our own."""
+    """A separate user and group per sandbox if we are root of several, else our own."""
     if os.geteuid() != 0 or one_id_is_mapped():
         return os.geteuid(), os.getegid()
     highest = _highest_id()
@@ -323,7 +323,7 @@ class Sandbox:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the isolation of the sandbox, as seen from inside; wait until the sandbox is ready."""
+        """The isolation of the sandbox, as seen from inside; wait until the sandbox is ready."""
         if self._facts is None:
             self._link.settimeout(START_TIMEOUT_S)
             try:
@@ -411,7 +411,7 @@ class Referee:
             sandbox.start({"job": "referee"}, limits, [theirs.fileno()])
 
     def ask(self, request: dict[str, Any], blobs: Sequence[bytes]) -> dict[str, Any]:
-        """Return the answer. Raises SandboxLost if there is none in time."""
+        """The answer. Raises SandboxLost if there is none in time."""
         try:
             wire.send(self._link, request, blobs=blobs)
             reply = wire.receive(self._link)[0]

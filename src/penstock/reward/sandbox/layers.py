@@ -76,7 +76,7 @@ def _describe(mode: Mode, facts: dict[str, Any]) -> Isolation:
 
 
 def try_mode(mode: Mode, settings: SandboxSettings) -> Isolation:
-    """Return the isolation that a mode gives here; raise SandboxError with what keeps it from working."""
+    """The isolation that a mode gives here; raise SandboxError with what keeps it from working."""
     factory = SandboxFactory(mode, settings)
     try:
         sandbox = factory.spawn()
@@ -134,7 +134,7 @@ _EXPLAINED = (
 
 
 def _why(best: Isolation | None, reasons: dict[Mode, str]) -> str:
-    """Return in one line what is missing for the level `full`; empty if nothing is."""
+    """In one line what is missing for the level `full`; empty if nothing is."""
     if best is not None and best.level == "full":
         return ""
     why = ["only one user id is mapped, root's"] if one_id_is_mapped() else []
@@ -147,7 +147,7 @@ def _why(best: Isolation | None, reasons: dict[Mode, str]) -> str:
 
 
 def find_isolation(settings: SandboxSettings) -> Isolation:
-    """Return the strongest isolation that works here; refuse one below the settings' minimum."""
+    """The strongest isolation that works here; refuse one below the settings' minimum."""
     found, reason = strongest(settings)
     if LEVELS.index(found.level) < LEVELS.index(settings.minimum):
         raise SandboxError(
@@ -159,7 +159,7 @@ def find_isolation(settings: SandboxSettings) -> Isolation:
 
 
 def strongest(settings: SandboxSettings) -> tuple[Isolation, str]:
-    """Return the strongest isolation here and why it is no stronger; raise SandboxError if none works."""
+    """The strongest isolation here and why it is no stronger; raise SandboxError if none works."""
     search = _best(settings.bubblewrap == "auto" and shutil.which("bwrap") is not None)
     if search.found is None:
         raise SandboxError(

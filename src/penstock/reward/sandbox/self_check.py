@@ -85,7 +85,7 @@ class SandboxReport:
         return strong and all(self.attempts.values())
 
     def lines(self) -> list[str]:
-        """Return the report as lines of text."""
+        """The report as lines of text."""
         verdict = "code would run" if self.ok else "code would be refused"
         text = [f"isolation: {self.isolation.level} (minimum: {self.minimum}): {verdict}"]
         text += [f"  because  {self.reason}"] if self.reason else []

@@ -57,7 +57,7 @@ class SandboxSettings(Section):
 def job_limits(
     settings: SandboxSettings, wall_s: float, nice: int = 0, *, steps_back: bool = False
 ) -> dict[str, Any]:
-    """Return the limits of one test: its process sets them on itself before it runs any code.
+    """The limits of one test: its process sets them on itself before it runs any code.
 
     steps_back: after a short time on the processor it gets only what others leave; `wall_s` limits its
     processor time from then on, and its wall time is limited to a multiple (`zygote.STRETCH`).

@@ -176,7 +176,7 @@ def _ending(outcome: Outcome, limit_s: float) -> dict[str, Any]:
 
 
 def _ask(pool: SandboxPool, request: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
-    """Return the referee's answer; a referee that ends or does not answer is a fault, never a zero."""
+    """The referee's answer; a referee that ends or does not answer is a fault, never a zero."""
     for _ in range(ATTEMPTS):
         try:
             with pool.referee() as referee:
@@ -237,7 +237,7 @@ def _run_both(
 def _what_happened(
     solution: Sandbox, outcome: Outcome, limit_s: float
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """Return the referee's question about assert-style tests, and the raw reports."""
+    """The referee's question about assert-style tests, and the raw reports."""
     request: dict[str, Any] = {"form": "asserts", "outcome": _ending(outcome, limit_s)}
     blobs = [outcome.report, outcome.stderr[-1000:]]
     if b'"gone": true' not in outcome.report:
@@ -284,7 +284,7 @@ Tests = StdioTests | CallTests | AssertTests
 
 
 def read_tests(test_cases: Mapping[str, Any] | None, *, parse: bool = True) -> Tests:
-    """Return the test cases of a prompt or request; raise a RewardError that says what is wrong.
+    """The test cases of a prompt or request; raise a RewardError that says what is wrong.
 
     Without `parse`, Python source is left to the judge, which can be killed while it reads it.
     """

@@ -64,11 +64,11 @@ class Bridge:
     # -- to ids ----------------------------------------------------------------------------------
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> np.ndarray:
-        """Return the ids of a whole conversation, up to where the answer begins."""
+        """The ids of a whole conversation, up to where the answer begins."""
         return self._chat.encode_rendered(self._text(messages, tools))
 
     def suffix(self, call: ModelCall, added: Sequence[Message]) -> np.ndarray | None:
-        """Return the ids between an answer's last token and the next answer; None: render it whole."""
+        """The ids between an answer's last token and the next answer; None: render it whole."""
         proof = self._proofs[_kind(call.answer)]
         if proof.failure:
             return None
@@ -86,7 +86,7 @@ class Bridge:
     def _after_end(
         self, said: Message, added: Sequence[Message], tools: Sequence[Any] = ()
     ) -> _Behind | None:
-        """Return what follows the last sentinel; None if the template drops one or writes no end."""
+        """What follows the last sentinel; None if the template drops one or writes no end."""
         try:
             text = self._text([{"role": "user", "content": "x"}, said, *added], tools)
         except UserError:  # the template refuses these roles
@@ -127,7 +127,7 @@ class Bridge:
         return {kind: proof.failure for kind, proof in self._proofs.items()}
 
     def rendered_whole(self) -> list[tuple[str, str]]:
-        """Return (what is rendered whole, why) for the turns that cannot be continued, by reason."""
+        """(what is rendered whole, why) for the turns that cannot be continued, by reason."""
         kinds: dict[str, list[str]] = {}
         for kind, why in self.proof.items():
             if why:
@@ -175,7 +175,7 @@ class Bridge:
     def parse(
         self, token_ids: np.ndarray, context_ids: np.ndarray, tools: Sequence[Any], key: int
     ) -> dict[str, Any]:
-        """Return the assistant's message; what cannot be parsed is its content. `key` names its calls."""
+        """The assistant's message; what cannot be parsed is its content. `key` names its calls."""
         from transformers.utils.chat_parsing import parse_response
 
         prefix = self._chat.decode_prompt(context_ids[-_PREFIX_TOKENS:])
@@ -208,12 +208,12 @@ class Bridge:
 
 
 def _open_thought(prefix: str) -> str:
-    """Return the opening tag if the template has opened the answer with it."""
+    """The opening tag if the template has opened the answer with it."""
     return _THINK[0] if prefix.rstrip().endswith(_THINK[0]) else ""
 
 
 def _message(found: Mapping[str, Any], key: int) -> dict[str, Any]:
-    """Return a parsed response as an OpenAI message; raise ValueError for calls of another form."""
+    """A parsed response as an OpenAI message; raise ValueError for calls of another form."""
     message: dict[str, Any] = {"role": "assistant", "content": str(found.get("content") or "")}
     reasoning = found.get("reasoning_content") or found.get("thinking")
     if reasoning:
@@ -239,14 +239,14 @@ def _message(found: Mapping[str, Any], key: int) -> dict[str, Any]:
 
 
 def _kind(answer: Message) -> str:
-    """Return which kind of turn follows an answer; each is proved by itself."""
+    """Which kind of turn follows an answer; each is proved by itself."""
     if not answer.get("tool_calls"):
         return "user"
     return "tool after words" if text_of(answer).strip() else "tool"
 
 
 def _stand_in(answer: Message) -> Message:
-    """Return a short answer of the same kind, with the sentinel where its own text would end."""
+    """A short answer of the same kind, with the sentinel where its own text would end."""
     if not answer.get("tool_calls"):
         return {"role": "assistant", "content": SENTINEL}
     calls = [_example_call(c["function"]["name"], c["id"], SENTINEL) for c in answer["tool_calls"]]
@@ -295,7 +295,7 @@ def _told_in_text(
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """Return a message as chat templates expect it: text content, arguments as a table."""
+    """A message as chat templates expect it: text content, arguments as a table."""
     plain = {**message, "content": text_of(message)}
     if plain.get("tool_calls"):
         plain["tool_calls"] = [

@@ -61,7 +61,7 @@ def check_agent(where: str, task: TaskDataConfig, sampling: SamplingConfig) -> N
 
 
 def loop_class(where: str, task: TaskDataConfig) -> Any:
-    """Return the class of an agent loop, if the task names one."""
+    """The class of an agent loop, if the task names one."""
     if task.agent_options.get("python") or task.agent == "command":
         return None  # nothing of it is imported here
     agent = plugins.load(f"{where}.agent", task.agent, AGENTS)
@@ -82,7 +82,7 @@ def build_agent(
     note: Callable[[str], None] = lambda text: None,
     interrupted: Interrupted | None = None,
 ) -> AgentLoop:
-    """Return the task's agent loop; `positions` is the model's context, if it is known."""
+    """The task's agent loop; `positions` is the model's context, if it is known."""
     if loop_class(where, task) is not None:
         return build_loop(where, task, sampling, engine=engine, reward=reward, decode=chat.decode)
     bridge = Bridge(chat, task.chat_template_kwargs)
@@ -104,7 +104,7 @@ def _function_agent(
     endpoint: Endpoint | None,
     positions: int | None,
 ) -> partial[FunctionAgent]:
-    """Return what makes the loop of a task's function for an engine and a recorder."""
+    """What makes the loop of a task's function for an engine and a recorder."""
     function, options = _function(where, task)
     limits = Limits(max_context=task.max_prompt_tokens, max_positions=positions or 1 << 30)
     return partial(
@@ -123,7 +123,7 @@ def _function_agent(
 def build_loop(
     where: str, task: TaskDataConfig, sampling: SamplingConfig, **parts: Any
 ) -> AgentLoop:
-    """Return the agent loop of a task that names a class; `parts`: its engine, reward and decode."""
+    """The agent loop of a task that names a class; `parts`: its engine, reward and decode."""
     made: AgentLoop = loop_class(where, task)(sampling=sampling, **parts, **task.agent_options)
     return made
 
@@ -161,7 +161,7 @@ async def try_agent(
 
 
 def _function(where: str, task: TaskDataConfig) -> tuple[Function | Placed, dict[str, Any]]:
-    """Return the agent's function, and the options that it is called with."""
+    """The agent's function, and the options that it is called with."""
     options, key = task.agent_options, f"{where}.agent_options"
     if task.agent == "command":
         _refuse_others(key, options, ("command", "processes"))

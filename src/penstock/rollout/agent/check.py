@@ -113,7 +113,7 @@ class AgentCheck:
         self._chat, self._bridge, self._prompt = chat, bridge, prompt
 
     async def run(self) -> list[CheckResult]:
-        """Return the findings, in the order in which they were made."""
+        """The findings, in the order in which they were made."""
         checks: Sequence[tuple[str, Callable[[], Awaitable[str]]]] = (
             ("ends with a finite reward", self._ends),
             ("the same seed and answers give the same observations", self._repeats),
@@ -210,7 +210,7 @@ class NoReward(Reward):
 
 
 def _difference(first: Played, second: Played) -> str:
-    """Return where two rollouts of the same seed differ."""
+    """Where two rollouts of the same seed differ."""
     if first.rollout.error or second.rollout.error:
         return first.rollout.error or second.rollout.error
     for number, (one, other) in enumerate(zip(first.asked, second.asked, strict=False)):

@@ -210,7 +210,7 @@ _FUNCTION = ("name", "description", "parameters")
 
 
 def _from_items(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the items of a response's input as messages; the calls of one answer are joined."""
+    """The items of a response's input as messages; the calls of one answer are joined."""
     messages: list[dict[str, Any]] = []
     for item in items:
         kind = item.get("type", "message")
@@ -241,7 +241,7 @@ def _from_items(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _items(call: ModelCall) -> list[dict[str, Any]]:
-    """Return an answer as the output items of a response."""
+    """An answer as the output items of a response."""
     answer = call.answer
     items: list[dict[str, Any]] = []
     if answer.get("reasoning_content"):
@@ -273,7 +273,7 @@ def _items(call: ModelCall) -> list[dict[str, Any]]:
 
 
 def _item_events(number: int, item: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the events of one output item: it is added empty, filled, and done."""
+    """The events of one output item: it is added empty, filled, and done."""
     place = {"output_index": number}
     where = {**place, "item_id": item["id"]}
     empty, filled = dict(item), []
@@ -383,7 +383,7 @@ def _messages_error(message: str, code: str) -> dict[str, Any]:
 
 
 def _from_blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return an Anthropic message as messages: results of tools first, then its text and calls."""
+    """An Anthropic message as messages: results of tools first, then its text and calls."""
     content = message.get("content")
     if isinstance(content, str):
         return [{"role": message.get("role"), "content": content}]
@@ -419,7 +419,7 @@ def _table(body: Any) -> Mapping[str, Any]:
 
 
 def _tables(body: Mapping[str, Any], key: str, *, optional: bool = False) -> list[dict[str, Any]]:
-    """Return a list of tables under a key."""
+    """A list of tables under a key."""
     tables = body.get(key)
     if optional and not tables:
         return []
@@ -429,7 +429,7 @@ def _tables(body: Mapping[str, Any], key: str, *, optional: bool = False) -> lis
 
 
 def _limit(body: Mapping[str, Any], *keys: str) -> int | None:
-    """Return the first token limit that the body names."""
+    """The first token limit that the body names."""
     for key in keys:
         value = body.get(key)
         if value is None:
@@ -441,14 +441,14 @@ def _limit(body: Mapping[str, Any], *keys: str) -> int | None:
 
 
 def _ending(call: ModelCall) -> str:
-    """Return how an answer ended, as a chat completion says it: length, tool_calls or stop."""
+    """How an answer ended, as a chat completion says it: length, tool_calls or stop."""
     if call.finish_reason == "length":
         return "length"
     return "tool_calls" if call.answer.get("tool_calls") else "stop"
 
 
 def _context(call: ModelCall, tree: CallTree) -> list[int]:
-    """Return the ids that the engine was given for a call."""
+    """The ids that the engine was given for a call."""
     ids = tree.ids(call)
     return ids[: len(ids) - len(call.token_ids)].tolist()
 

@@ -60,7 +60,7 @@ class Endpoint:
         self._socket.close()
 
     def open(self, session: Session) -> str:
-        """Return a new key for the session."""
+        """A new key for the session."""
         key = f"sk-penstock-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         return key

@@ -90,7 +90,7 @@ class AgentSettings:
 
 
 def _read_times(where: str, options: Mapping[str, Any]) -> list[float]:
-    """Return the time-outs of rollout, turn and tool; those not given are shorter than the outer one."""
+    """The time-outs of rollout, turn and tool; those not given are shorter than the outer one."""
     times: list[float] = []
     for name, longest in zip(_TIMES, _LONGEST_S, strict=True):
         outer = times[-1] if times else math.inf
@@ -175,7 +175,7 @@ class FunctionAgent(AgentLoop):
             task.cancel()
 
     def _tool_threads(self) -> CallThreads:
-        """Return the threads that blocking tools run on, for all rollouts of this loop."""
+        """The threads that blocking tools run on, for all rollouts of this loop."""
         if self._threads is None or self._threads.loop is not asyncio.get_running_loop():
             self._threads = CallThreads("tool", TOOL_THREADS, self._settings.limits.tool_timeout_s)
         return self._threads
@@ -189,7 +189,7 @@ class FunctionAgent(AgentLoop):
             await close()
 
     def _open(self, rollout: Rollout, keep_partial: bool) -> Session:
-        """Return a session for the rollout, with the calls that an interrupted try left."""
+        """A session for the rollout, with the calls that an interrupted try left."""
         if rollout.status is Status.ABORTED and not keep_partial:
             rollout.restart()
         rollout.move_to(Status.INIT)
@@ -258,7 +258,7 @@ class FunctionAgent(AgentLoop):
             rollout.extra["unheard"] = unheard
 
     async def _score(self, rollout: Rollout, result: Any, earned: float) -> Score:
-        """Return what the function's result and the turns' rewards are worth."""
+        """What the function's result and the turns' rewards are worth."""
         if result is None and self._reward is not None:
             assert rollout.prompt is not None, "a group gives its prompt to its rollouts"
             score = await self._reward.score(rollout, rollout.prompt)
@@ -288,7 +288,7 @@ class FunctionAgent(AgentLoop):
             endpoint.shut(key)
 
     async def _result_of(self, session: Session, model: Model) -> Any:
-        """Return what the function returns, in time; if it raised at a limit, what that is worth."""
+        """What the function returns, in time; if it raised at a limit, what that is worth."""
         settings, prompt = self._settings, session.rollout.prompt
         assert prompt is not None, "a group gives its prompt to its rollouts"
         task = Task.of(prompt, self._system_prompt)
@@ -310,7 +310,7 @@ class FunctionAgent(AgentLoop):
 
 
 def _place(function: Function | Placed) -> AbstractAsyncContextManager[Function]:
-    """Return the place where a function runs: its own, or here."""
+    """The place where a function runs: its own, or here."""
     return function.place() if isinstance(function, Placed) else nullcontext(function)
 
 

@@ -32,7 +32,7 @@ class Step:
 
 
 def make(where: str, options: Mapping[str, Any]) -> Callable[[Task, Model], Awaitable[Any]]:
-    """Return the agent's function for `env = "file.py:Class"`, made with `env_options` per rollout."""
+    """The agent's function for `env = "file.py:Class"`, made with `env_options` per rollout."""
     env, given = options.get("env"), options.get("env_options") or {}
     if not isinstance(env, str) or not isinstance(given, Mapping):
         raise UserError(f'{where}.env: got {env!r}, allowed: "file.py:Class"')
@@ -113,7 +113,7 @@ class World:
         return _checked(_text(found.observation), found.reward, found.done)  # OpenEnv
 
     def _new_text(self) -> str:
-        """Return what TextArena's observation adds to the one before."""
+        """What TextArena's observation adds to the one before."""
         text = _text(self._env.get_observation()[1])
         new, self._shown = text.removeprefix(self._shown), text
         return new
@@ -132,7 +132,7 @@ def _checked(observation: str, reward: Any, done: Any) -> Step:
 
 
 def _text(observation: Any) -> str:
-    """Return an observation as text: a string, a message, a list of either, or an object."""
+    """An observation as text: a string, a message, a list of either, or an object."""
     if observation is None or isinstance(observation, str):
         return observation or ""
     if isinstance(observation, Mapping):

@@ -94,7 +94,7 @@ async def use_tool(ask: Any, run: Any, call: Any, function: Any, unknown: Any) -
 
 
 def tool_arguments(function: Any, call: Any) -> dict[str, Any]:
-    """Return the arguments of a tool call, and its key if the function takes one."""
+    """The arguments of a tool call, and its key if the function takes one."""
     arguments = call["function"].get("arguments") or {}
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):  # refused below
@@ -112,7 +112,7 @@ def result_text(result: Any) -> str:
 
 
 def recorded_error(reason: str) -> Exception:
-    """Return an error that reads as the recorded one, "ValueError: no such page", and is one."""
+    """An error that reads as the recorded one, "ValueError: no such page", and is one."""
     name, _, message = reason.partition(": ")
     known: Any = getattr(builtins, name, None)
     if not (isinstance(known, type) and issubclass(known, Exception)):
@@ -181,7 +181,7 @@ class Model:
         self._driver, self._limit = driver, given["tool_timeout_s"]
 
     def tool(self, call: Any, function: Any, unknown: Any = "fail") -> Any:
-        """Return the result of a tool call as text; the journal has it before and after the call."""
+        """The result of a tool call as text; the journal has it before and after the call."""
         return asyncio.run(self._use(call, function, unknown))
 
     async def _use(self, call: Any, function: Any, unknown: Any) -> str:
@@ -192,7 +192,7 @@ class Model:
         self.earned += float(value)
 
     def chat(self, messages: Any, tools: Any = None, max_tokens: int | None = None) -> Any:
-        """Return the assistant's message."""
+        """The assistant's message."""
         body: dict[str, Any] = {"model": self.name, "messages": list(messages)}
         if tools:
             body["tools"] = list(tools)
@@ -229,7 +229,7 @@ class AsyncModel(Model):
 
 
 def load(target: str) -> Any:
-    """Return the function that `file.py:name` or `module:name` names."""
+    """The function that `file.py:name` or `module:name` names."""
     module_name, _, name = target.rpartition(":")
     if module_name.endswith(".py"):
         spec = importlib.util.spec_from_file_location("penstock_agent", module_name)
@@ -246,7 +246,7 @@ def load(target: str) -> Any:
 
 
 def run(loop: asyncio.AbstractEventLoop, rollout: Any) -> Any:
-    """Return the result of a coroutine, and end the tasks that it left.
+    """The result of a coroutine, and end the tasks that it left.
 
     All rollouts of a process share one loop: client libraries keep connections from one to the next.
     """

@@ -173,7 +173,7 @@ class Server:
             raise self.fault(error) from error
 
     async def _transport(self, stack: AsyncExitStack, timeout_s: float) -> Transport:
-        """Return the pipes of a process, or the connection to a URL; neither is begun yet."""
+        """The pipes of a process, or the connection to a URL; neither is begun yet."""
         from httpx2 import AsyncClient
         from mcp import StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client
@@ -193,7 +193,7 @@ class Server:
         return streamable_http_client(config.url, http_client=client)
 
     def function(self, name: str) -> Callable[..., Any]:
-        """Return a tool as a function; `idempotency_key` goes along as metadata."""
+        """A tool as a function; `idempotency_key` goes along as metadata."""
         from mcp import MCPError
 
         async def call(idempotency_key: str, **arguments: Any) -> str:
@@ -231,7 +231,7 @@ def _tls_context() -> ssl.SSLContext:
 
 
 def _text(result: CallToolResult) -> str:
-    """Return what the policy gets for a result."""
+    """What the policy gets for a result."""
     text = "\n".join(
         part.text if part.type == "text" else part.model_dump_json(by_alias=True, exclude_none=True)
         for part in result.content

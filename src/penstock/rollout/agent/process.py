@@ -107,7 +107,7 @@ class Command:
 
 
 def guarded(python: str, *words: str) -> tuple[str, ...]:
-    """Return the command line of a process that ends, with those it starts, when this one has ended."""
+    """The command line of a process that ends, with those it starts, when this one has ended."""
     return (python, str(INSIDE), str(os.getpid()), *words)
 
 
@@ -123,7 +123,7 @@ def _request(task: Task, model: Model) -> dict[str, Any]:
 
 
 def read_size(where: str, options: Mapping[str, Any]) -> int:
-    """Return the number of processes that the options ask for."""
+    """The number of processes that the options ask for."""
     size = options.get("processes", DEFAULT_PROCESSES)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise UserError(f"{where}.processes: got {size!r}, allowed: a whole number from 1")
@@ -131,7 +131,7 @@ def read_size(where: str, options: Mapping[str, Any]) -> int:
 
 
 def read_command(where: str, options: Mapping[str, Any]) -> list[str]:
-    """Return the words of the command that the options name."""
+    """The words of the command that the options name."""
     words = options.get("command")
     if not isinstance(words, list) or not words or not all(isinstance(w, str) for w in words):
         raise UserError(
@@ -141,7 +141,7 @@ def read_command(where: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def read_python(where: str, options: Mapping[str, Any]) -> str:
-    """Return the Python that the options name; empty: this one."""
+    """The Python that the options name; empty: this one."""
     python = options.get("python", "")
     if not isinstance(python, str) or (python and not os.access(python, os.X_OK)):
         raise UserError(f"{where}.python: got {python!r}, allowed: the path of a Python")

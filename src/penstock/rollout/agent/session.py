@@ -125,7 +125,7 @@ class Session:
         self._heard.update(call.number for call in calls)
 
     def unheard(self) -> list[int]:
-        """Return the calls that had no part in the rollout: the agent never got their answer.
+        """The calls that had no part in the rollout: the agent never got their answer.
 
         Its client hung up, or gave the call up, or, after a crash, did not ask again.
         """
@@ -174,7 +174,7 @@ class Session:
     def _context(
         self, place: Place, parent_ids: np.ndarray, messages: Sequence[Message], tools: str
     ) -> tuple[Place, np.ndarray]:
-        """Return the place, and the ids that follow its parent's; without a bridge, a new root."""
+        """The place, and the ids that follow its parent's; without a bridge, a new root."""
         if place.parent is not None:
             added = None
             if self._keeps_thinking:
@@ -189,7 +189,7 @@ class Session:
         return Place(None, tuple(messages)), whole
 
     def _claim(self, key: tuple) -> ModelCall | None:
-        """Return the recorded call of this place that no request of this session has got yet."""
+        """The recorded call of this place that no request of this session has got yet."""
         for number in self._unclaimed:
             call = self.tree.calls[number]
             if (call.parent, call.context_ids.tobytes()) == key:
@@ -334,7 +334,7 @@ class Session:
             self.earned_before[number] = earned
 
     def _room(self, context: int) -> int:
-        """Return the tokens that an answer may have; refuse a call past the rollout's limits."""
+        """The tokens that an answer may have; refuse a call past the rollout's limits."""
         limits = self.limits
         if self._turns >= limits.max_turns:
             self.refused = f"got call {self._turns + 1}, allowed: max_turns = {limits.max_turns}"
@@ -349,7 +349,7 @@ class Session:
         return room
 
     async def _generate(self, request: GenerationRequest) -> Generation:
-        """Return the engine's answer; one that takes longer than turn_timeout_s is ended, and no call."""
+        """The engine's answer; one that takes longer than turn_timeout_s is ended, and no call."""
         task = asyncio.current_task()
         assert task is not None
         self._running[task] = request.request_id
@@ -429,7 +429,7 @@ class Model:
         *,
         max_tokens: int | None = None,
     ) -> dict[str, Any]:
-        """Return the assistant's message (content, and tool_calls if it has any)."""
+        """The assistant's message (content, and tool_calls if it has any)."""
         call = await self._session.call(messages, tools or (), max_tokens=max_tokens)
         self._session.hear([call])
         return json.loads(json.dumps(call.answer))
@@ -437,7 +437,7 @@ class Model:
     async def tool(
         self, call: Mapping[str, Any], function: Callable[..., Any], *, unknown: Unknown = "fail"
     ) -> str:
-        """Return the result of a tool call as text; the journal has it before and after the call."""
+        """The result of a tool call as text; the journal has it before and after the call."""
         return await self._session.tool(call, function, unknown=unknown)
 
     def reward(self, value: float) -> None:
@@ -446,7 +446,7 @@ class Model:
 
 
 def session_of(model: Model) -> Session:
-    """Return the session behind a model, for agents that run outside the driver."""
+    """The session behind a model, for agents that run outside the driver."""
     return model._session
 
 
@@ -455,12 +455,12 @@ def _short(text: str) -> str:
 
 
 def tools_text(tools: Sequence[Any]) -> str:
-    """Return tool schemas as JSON in the order that the template will render; empty: none."""
+    """Tool schemas as JSON in the order that the template will render; empty: none."""
     return json.dumps(list(tools), ensure_ascii=False) if tools else ""
 
 
 def _plain(message: Any) -> dict[str, Any]:
-    """Return a copy of a message as JSON holds it; it may be an object of a client library."""
+    """A copy of a message as JSON holds it; it may be an object of a client library."""
     table = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
     return json.loads(
         json.dumps({name: value for name, value in table.items() if value is not None})

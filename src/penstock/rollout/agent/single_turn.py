@@ -22,7 +22,7 @@ from penstock.types import Prompt, Rollout, Status
 
 
 def annealed_temperature(sampling: SamplingConfig, policy_version: int) -> float:
-    """Return the temperature: linear to `anneal.end` over `anneal.steps` updates, then constant."""
+    """The temperature: linear to `anneal.end` over `anneal.steps` updates, then constant."""
     anneal = sampling.anneal
     if anneal.end is None:
         return sampling.temperature
@@ -152,7 +152,7 @@ class SingleTurn(AgentLoop):
         task.add_done_callback(self._aborting.discard)
 
     def _params(self, temperature: float, least: int) -> SamplingParams:
-        """Return one object for equal requests, so that a message has it once."""
+        """One object for equal requests, so that a message has it once."""
         newest = self._newest_params
         if newest is None or (newest.temperature, newest.min_tokens) != (temperature, least):
             newest = self._newest_params = SamplingParams.from_config(

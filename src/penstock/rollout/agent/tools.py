@@ -30,7 +30,7 @@ OPTIONS = ("env", "functions", "mcp")
 
 
 def make(where: str, options: Mapping[str, Any]) -> Callable[[Task, Model], Awaitable[Any]]:
-    """Return the agent's function for `env = "file.py:Class"`, `functions = [...]` and `mcp = [...]`."""
+    """The agent's function for `env = "file.py:Class"`, `functions = [...]` and `mcp = [...]`."""
     env, functions, given = options.get("env"), options.get("functions"), options.get("mcp", [])
     if (env and functions) or not (env or functions or given):
         raise UserError(
@@ -78,7 +78,7 @@ async def _environment(kind: Any) -> AsyncIterator[Any]:
 
 
 def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
-    """Return the public methods of an environment, by name."""
+    """The public methods of an environment, by name."""
     found = inspect.getmembers(environment, callable)
     return {n: f for n, f in found if not n.startswith("_") and n not in _NOT_TOOLS}
 
@@ -86,7 +86,7 @@ def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
 def schemas_of(
     where: str, functions: Mapping[str, Callable[..., Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Return the JSON schemas, by name, of typed functions with Google docstrings."""
+    """The JSON schemas, by name, of typed functions with Google docstrings."""
     from transformers.utils import get_json_schema
 
     if not functions:
@@ -100,7 +100,7 @@ def schemas_of(
 
 
 def _as_shown(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the parameters that the policy gives, for its schema."""
+    """A function with the parameters that the policy gives, for its schema."""
     signature = inspect.signature(function)
     if not _NOT_SHOWN & signature.parameters.keys():
         return function
@@ -137,7 +137,7 @@ async def converse(
 
 
 async def _result(model: Model, call: Mapping[str, Any], tools: Tools) -> str:
-    """Return what the policy gets for a call; an error of the tool is told, ours is raised."""
+    """What the policy gets for a call; an error of the tool is told, ours is raised."""
     name = call["function"]["name"]
     if name not in tools.functions:
         return json.dumps({"error": f"no tool {name}; there are {', '.join(tools.functions)}"})
@@ -163,5 +163,5 @@ async def _reset(environment: Any, task: Task, seed: int) -> Any:
 
 
 async def finished(value: Any) -> Any:
-    """Return a value, or what it is awaited for: an environment's methods may be async."""
+    """A value, or what it is awaited for: an environment's methods may be async."""
     return await value if inspect.isawaitable(value) else value

@@ -36,7 +36,7 @@ class CallTree:
     calls: list[ModelCall] = field(default_factory=list)
 
     def path(self, call: ModelCall | None) -> list[ModelCall]:
-        """Return the calls from the root to this one."""
+        """The calls from the root to this one."""
         found = []
         while call is not None:
             found.append(call)
@@ -44,16 +44,16 @@ class CallTree:
         return found[::-1]
 
     def ids(self, call: ModelCall | None) -> np.ndarray:
-        """Return every token up to the end of the call, as an engine was given or sampled it."""
+        """Every token up to the end of the call, as an engine was given or sampled it."""
         parts = [part for one in self.path(call) for part in (one.context_ids, one.token_ids)]
         return np.concatenate([np.zeros(0, dtype=np.int32), *parts])
 
     def conversation(self, call: ModelCall | None) -> list[Message]:
-        """Return the messages up to the call's answer."""
+        """The messages up to the call's answer."""
         return [m for one in self.path(call) for m in (*one.messages, one.answer)]
 
     def place(self, messages: Sequence[Message], tools: str) -> Place:
-        """Return the deepest call that the conversation continues, with the messages behind its answer.
+        """The deepest call that the conversation continues, with the messages behind its answer.
 
         A call that was cut by length, or is followed by anything but tool, user and system messages,
         is not continued: the conversation becomes a root of its own.
@@ -85,13 +85,13 @@ class CallTree:
                 yield from self._matches(messages, tools, call.number, end + 1)
 
     def leaves(self, unheard: Collection[int] = ()) -> list[ModelCall]:
-        """Return the calls that no other call continues, as if there were no `unheard` ones."""
+        """The calls that no other call continues, as if there were no `unheard` ones."""
         calls = [call for call in self.calls if call.number not in unheard]
         parents = {call.parent for call in calls}
         return [call for call in calls if call.number not in parents]
 
     def unheard(self, heard: Collection[int]) -> list[int]:
-        """Return the calls whose answer nobody heard and that continue to none that was heard."""
+        """The calls whose answer nobody heard and that continue to none that was heard."""
         on_paths = {
             one.number for call in self.calls if call.number in heard for one in self.path(call)
         }
@@ -150,7 +150,7 @@ def _joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
 
 
 def text_of(message: Message) -> str:
-    """Return the text of a message, whose content may be a string, a list of parts, or absent."""
+    """The text of a message, whose content may be a string, a list of parts, or absent."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -161,7 +161,7 @@ def text_of(message: Message) -> str:
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:
-    """Return the parsed arguments of a tool call; text that is no JSON stays text."""
+    """The parsed arguments of a tool call; text that is no JSON stays text."""
     arguments = call.get("function", {}).get("arguments", "")
     if not isinstance(arguments, str):
         return arguments
@@ -172,7 +172,7 @@ def arguments_of(call: Mapping[str, Any]) -> Any:
 
 
 def same_message(mine: Message, other: Message) -> bool:
-    """Return whether two messages of a request say the same."""
+    """Whether two messages of a request say the same."""
     if mine.get("role") != other.get("role"):
         return False
     if mine.get("role") == "assistant":  # history that the agent brought along
@@ -181,7 +181,7 @@ def same_message(mine: Message, other: Message) -> bool:
 
 
 def said_again(answer: Message, message: Message) -> bool:
-    """Return whether a request repeats an answer; agents re-space it and drop its reasoning.
+    """Whether a request repeats an answer; agents re-space it and drop its reasoning.
 
     Tool calls are compared by id, name and parsed arguments, texts without the space around them.
     """

@@ -87,7 +87,7 @@ class EvalResult:
 
 
 def choose_problems(name: str, dataset: PromptSource, most: int) -> list[Prompt]:
-    """Return at most `most` problems (0: all), drawn by the task's name alone, in the data's order.
+    """At most `most` problems (0: all), drawn by the task's name alone, in the data's order.
 
     The run's seed has no part in the draw, so that runs of several seeds answer the same problems.
     """
@@ -280,7 +280,7 @@ def mean_pass_at(right_GK: np.ndarray, k: int) -> float:
 
 
 def interval(means_G: np.ndarray, k: int) -> tuple[float, float]:
-    """Return the 95 % interval of the mean share of right samples, clustered by problem.
+    """The 95 % interval of the mean share of right samples, clustered by problem.
 
     Wilson's interval for `count` independent trials. With one sample per problem `count` is the number
     of problems. More samples raise it, up to problems x k, as far as the shares vary less between
@@ -297,7 +297,7 @@ def interval(means_G: np.ndarray, k: int) -> tuple[float, float]:
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
-    """Return the 95 % Wilson interval of a share of `count` independent yes/no trials."""
+    """The 95 % Wilson interval of a share of `count` independent yes/no trials."""
     spread = _Z95**2 / count
     centre = (share + spread / 2) / (1 + spread)
     half = _Z95 / (1 + spread) * math.sqrt(share * (1 - share) / count + spread / (4 * count))
@@ -360,7 +360,7 @@ def restore_summaries(folder: Path, last_step: int) -> None:
 
 
 def not_evaluated(tasks: Sequence[EvalTask], folder: Path, step: int) -> list[EvalTask]:
-    """Return the tasks without a result for that step, for a resumed run."""
+    """The tasks without a result for that step, for a resumed run."""
     done = {line["task"] for line in _summaries(folder) if line["step"] == step}
     return [task for task in tasks if task.name not in done]
 

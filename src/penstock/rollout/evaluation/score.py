@@ -135,14 +135,14 @@ def score_file(
 
 
 def _has_messages(path: Path) -> bool:
-    """Return whether the lines are data of messages; a run writes messages for any data."""
+    """Whether the lines are data of messages; a run writes messages for any data."""
     fields = json.loads(next(_lines(path))[1])
     prompt = fields.get("messages", fields.get("prompt"))
     return isinstance(prompt, list) and "rollout_id" not in fields
 
 
 def _check_lines(path: Path) -> int:
-    """Return the number of records; raise a UserError that lists all malformed lines."""
+    """The number of records; raise a UserError that lists all malformed lines."""
     count, wrong = 0, list[str]()
     for number, line in _lines(path):
         try:

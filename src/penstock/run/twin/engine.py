@@ -109,7 +109,7 @@ class Rows:
         return self._now + self._stalled_s + left * self._pace()
 
     def take_ended(self) -> list[int]:
-        """Return and forget the rows that have ended."""
+        """And forget the rows that have ended."""
         ended = []
         while self._ends and self._ends[0][0] <= self.steps + 1e-6:
             _, row = heappop(self._ends)

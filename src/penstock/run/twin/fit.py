@@ -126,7 +126,7 @@ def fit(recording: Recording, name: str) -> Profile:
 
 
 def _evaluations(recording: Recording) -> dict[str, int]:
-    """Return how many responses an evaluation of each task asks for."""
+    """How many responses an evaluation of each task asks for."""
     times = Counter(
         event.detail.partition(" after ")[0] for event in recording.calls(WaitKind.EVAL)
     )
@@ -137,7 +137,7 @@ def _evaluations(recording: Recording) -> dict[str, int]:
 
 
 def _thinned(groups: list[SeenGroup]) -> list[SeenGroup]:
-    """Return at most MOST_SAMPLES groups, evenly over the run."""
+    """At most MOST_SAMPLES groups, evenly over the run."""
     step = max(1, math.ceil(len(groups) / MOST_SAMPLES))
     return groups[::step]
 
@@ -327,7 +327,7 @@ def _calls_of_engines(recording: Recording) -> dict[str, list[Call]]:
 
 
 def replay(calls: Sequence[Call], model: DecodeModel) -> np.ndarray:
-    """Return for each call of an engine how many decode steps, rows and prefills it lasted in a replay."""
+    """For each call of an engine how many decode steps, rows and prefills it lasted in a replay."""
     rows, begin = Rows(model), calls[0].start
     first = np.zeros((len(calls), 3))
     parts = np.zeros((len(calls), 3))

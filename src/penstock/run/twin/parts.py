@@ -50,7 +50,7 @@ class Recorded:
         self._groups = [self._group(groups, n, longest) for n in range(len(groups))]
 
     def _group(self, groups: Sequence[SeenGroup], number: int, longest: int) -> SeenGroup:
-        """Return a recorded group; a larger group takes members of further groups."""
+        """A recorded group; a larger group takes members of further groups."""
         seen, further = groups[number], number
         lengths, rewards = list(seen.lengths), list(seen.rewards)
         while len(lengths) < self.size:

@@ -117,7 +117,7 @@ def _figures(result: Result, steps: int) -> dict[str, object]:
 
 
 def picture(plan: Plan) -> str:
-    """Return an SVG: tokens/s and the idle shares of both sides, over the splits or the variations."""
+    """An SVG: tokens/s and the idle shares of both sides, over the splits or the variations."""
     if plan.splits:
         points = [(f"{result.engines}+{result.ranks}", result) for result in plan.splits]
         title = "engines + trainer ranks"

@@ -207,7 +207,7 @@ def _notes(config: Config, profile: Profile, result: Result) -> list[str]:
 
 
 def _steady_steps(config: Config, steps: int) -> int:
-    """Return how many of the last steps stand for the later ones.
+    """How many of the last steps stand for the later ones.
 
     About half of them: whole rounds of the steps that one version of the weights may generate for, because
     the trainer often waits once a round.

@@ -36,7 +36,7 @@ def group_advantages(rewards_G: np.ndarray, settings: AlgorithmSettings) -> np.n
 
 
 def group_scale(rewards_G: np.ndarray, settings: AlgorithmSettings) -> float:
-    """Return what `group_advantages` divides by; infinite for equal rewards, which teach nothing."""
+    """What `group_advantages` divides by; infinite for equal rewards, which teach nothing."""
     if settings.normalize != "group" or len(rewards_G) < 2:
         return 1.0
     deviation = float(np.asarray(rewards_G, dtype=np.float64).std(ddof=1))
@@ -44,12 +44,12 @@ def group_scale(rewards_G: np.ndarray, settings: AlgorithmSettings) -> float:
 
 
 def moments(values_N: np.ndarray) -> np.ndarray:
-    """Return (count, sum, sum of squares), which ranks add up before `standardize`."""
+    """(count, sum, sum of squares), which ranks add up before `standardize`."""
     return np.array([len(values_N), values_N.sum(), np.square(values_N).sum()], dtype=np.float64)
 
 
 def batch_mean_and_deviation(total: np.ndarray) -> tuple[float, float]:
-    """Return mean and population deviation from summed moments; (0, 0) if the count is 0."""
+    """Mean and population deviation from summed moments; (0, 0) if the count is 0."""
     count, first, second = (float(value) for value in total)
     if count == 0:
         return 0.0, 0.0
@@ -67,7 +67,7 @@ def standardize(values_N: np.ndarray, mean: float, deviation: float) -> np.ndarr
 def overlong_penalties(
     lengths_R: np.ndarray, truncated_R: np.ndarray, max_tokens_R: np.ndarray, weight: float
 ) -> np.ndarray:
-    """Return the soft overlong penalty of each response, 0 or below.
+    """The soft overlong penalty of each response, 0 or below.
 
     The penalty grows linearly over the last tokens before max_tokens and is `weight` for a truncated
     response, so that running into the limit never beats finishing late.

@@ -54,11 +54,11 @@ class Algorithm:
         self.settings = settings
 
     def log_ratio(self, view: TokenView) -> Tensor:
-        """Return log(policy / anchor) of each token."""
+        """log(policy / anchor) of each token."""
         return (view.logprobs_N - view.anchor_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def surrogate(self, view: TokenView) -> Surrogate:
-        """Return the clipped policy-gradient loss, with an optional second bound (dual clip)."""
+        """The clipped policy-gradient loss, with an optional second bound (dual clip)."""
         advantages_N = view.advantages_N
         ratio_N = self.log_ratio(view).exp()
         bounded_N = ratio_N.clamp(1 - self.settings.clip_low, 1 + self.settings.clip_high)
@@ -192,7 +192,7 @@ class Reinforce(Algorithm):
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    """Return the class that `algorithm.name` names."""
+    """The class that `algorithm.name` names."""
     method = plugins.load("algorithm.name", name, ALGORITHMS)
     if not isinstance(getattr(method, "defaults", None), AlgorithmSettings):
         raise UserError(
@@ -203,7 +203,7 @@ def algorithm_class(name: str) -> type[Algorithm]:
 
 
 def run_settings(config: Config) -> AlgorithmSettings:
-    """Return the settings of a run: those of its algorithm, for its engine and its sampling.
+    """The settings of a run: those of its algorithm, for its engine and its sampling.
 
     Only Penstock's own engine computes as the trainer does, and only while every token may be sampled.
     """
@@ -214,7 +214,7 @@ def run_settings(config: Config) -> AlgorithmSettings:
 
 
 def resolve_settings(config: AlgorithmConfig, *, exact_sampling: bool = True) -> AlgorithmSettings:
-    """Return the named algorithm's defaults, overridden by the fields that the config sets."""
+    """The named algorithm's defaults, overridden by the fields that the config sets."""
     overrides = {
         name: value for name in _OVERRIDES if (value := getattr(config, name, None)) is not None
     }

@@ -18,12 +18,12 @@ MAX_LOG_RATIO = 20.0  # its exp is 5e8: above any clip, yet finite
 
 
 def sequence_sum(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
-    """Return the sum over the tokens of each sequence."""
+    """The sum over the tokens of each sequence."""
     return values_N.new_zeros(num_sequences).index_add(0, sequence_N, values_N)
 
 
 def sequence_mean(values_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:
-    """Return the mean over the tokens of each sequence."""
+    """The mean over the tokens of each sequence."""
     counts_S = sequence_sum(values_N.detach().new_ones(len(values_N)), sequence_N, num_sequences)
     return sequence_sum(values_N, sequence_N, num_sequences) / counts_S.clamp(min=1)
 
@@ -35,7 +35,7 @@ def importance_weights(
     num_sequences: int,
     settings: AlgorithmSettings,
 ) -> Tensor:
-    """Return the factor on each token's policy loss; all ones for correction `none`."""
+    """The factor on each token's policy loss; all ones for correction `none`."""
     kind = settings.correction
     log_N = (proximal_N - behaviour_N).detach()
     if kind == "none":

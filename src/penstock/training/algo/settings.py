@@ -62,7 +62,7 @@ class AlgorithmSettings:
 
 
 def keep_group(rollouts: Sequence[Rollout], settings: AlgorithmSettings) -> bool:
-    """Return whether a finished group has a learning signal (dynamic sampling).
+    """Whether a finished group has a learning signal (dynamic sampling).
 
     If every answer has a verdict, the mean accuracy decides; otherwise, whether the rewards differ.
     """

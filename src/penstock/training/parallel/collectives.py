@@ -18,29 +18,29 @@ from penstock.training.parallel.ranks import Axis
 
 
 def use_equal(tensor: Tensor, axis: Axis) -> Tensor:
-    """Return an equal tensor as it is; sum its gradient, of which each rank has a part."""
+    """An equal tensor as it is; sum its gradient, of which each rank has a part."""
     return _through(tensor, lambda whole: whole.view_as(whole), lambda grad: all_sum(grad, axis))
 
 
 def sum_partial(tensor: Tensor, axis: Axis) -> Tensor:
-    """Return the sum of a partial tensor, equal on every rank; its gradient is equal too."""
+    """The sum of a partial tensor, equal on every rank; its gradient is equal too."""
     return _through(tensor, lambda part: all_sum(part, axis), lambda grad: grad)
 
 
 def gather_split(tensor: Tensor, axis: Axis) -> Tensor:
-    """Return the whole of a tensor that is split along its last dimension."""
+    """The whole of a tensor that is split along its last dimension."""
     return _through(tensor, lambda own: _whole(own, axis, -1), lambda grad: _own(grad, axis, -1))
 
 
 def split_equal(tensor: Tensor, axis: Axis) -> Tensor:
-    """Return this rank's slice of an equal tensor, along its last dimension."""
+    """This rank's slice of an equal tensor, along its last dimension."""
     return _through(
         tensor, lambda whole: _own(whole, axis, -1), lambda grad: _whole(grad, axis, -1)
     )
 
 
 def gather_tokens(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return the slices of all ranks along `dim`; each rank then has a part of the gradient."""
+    """The slices of all ranks along `dim`; each rank then has a part of the gradient."""
     return _through(
         tensor,
         lambda own: _whole(own, axis, dim),
@@ -49,7 +49,7 @@ def gather_tokens(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def all_sum(tensor: Tensor, axis: Axis) -> Tensor:
-    """Return the sum over the axis of a tensor that carries no gradient."""
+    """The sum over the axis of a tensor that carries no gradient."""
     total = tensor.contiguous().clone()
     if axis.size > 1:
         dist.all_reduce(total, group=axis.group)
@@ -57,7 +57,7 @@ def all_sum(tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def all_max(tensor: Tensor, axis: Axis) -> Tensor:
-    """Return the largest value over the axis, element by element."""
+    """The largest value over the axis, element by element."""
     largest = tensor.contiguous().clone()
     if axis.size > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis.group)
@@ -65,7 +65,7 @@ def all_max(tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def all_gather(tensor: Tensor, axis: Axis, dim: int, total: int) -> Tensor:
-    """Return the slices of all ranks, joined along `dim` to `total`; the last ones may be shorter."""
+    """The slices of all ranks, joined along `dim` to `total`; the last ones may be shorter."""
     size = -(-total // axis.size)
     own = tensor.contiguous()
     if own.shape[dim] < size:

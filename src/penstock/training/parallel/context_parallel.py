@@ -32,7 +32,7 @@ class SharedPack:
     axis: Axis
 
     def spread(self, own_values: Tensor) -> Tensor:
-        """Return the values of all trained tokens of the pack, from those of each rank."""
+        """The values of all trained tokens of the pack, from those of each rank."""
         index = self.own_N.nonzero()[:, 0]
         values_N = own_values.new_zeros(len(self.own_N)).index_put((index,), own_values)
         return sum_partial(values_N, self.axis)
@@ -65,7 +65,7 @@ def share_pack(pack: Pack, axis: Axis) -> SharedPack:
 
 
 def slice_layout(layout: PackLayout, first: int, last: int, missing: int = 0) -> PackLayout:
-    """Return the layout of the tokens from `first` to before `last` of a row that has all keys.
+    """The layout of the tokens from `first` to before `last` of a row that has all keys.
 
     The row ends with a sequence of `missing` tokens of padding. What a sequence has before `first` is a
     context of its tokens in the slice.

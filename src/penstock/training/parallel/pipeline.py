@@ -50,7 +50,7 @@ class Stages:
         return torch.promote_types(self.dtype, torch.float32)
 
     def is_copy(self, name: str) -> bool:
-        """Return whether another stage holds this parameter and this one has a copy."""
+        """Whether another stage holds this parameter and this one has a copy."""
         return bool(self.tied) and name == self.tied and not self.axis.is_first
 
     def hand_out(

@@ -99,25 +99,25 @@ class Ranks:
         return self.rank % (self.world // self.parallel.pipeline) == 0
 
     def sum(self, values: np.ndarray) -> np.ndarray:
-        """Return the sum over the shares of the batch; ranks of one share have the same array."""
+        """The sum over the shares of the batch; ranks of one share have the same array."""
         if self.data_world == 1:
             return values
         return self._reduce(values, "SUM", None if self.mesh is None else self.mesh["data"])
 
     def sum_everywhere(self, values: np.ndarray) -> np.ndarray:
-        """Return the sum of all ranks' arrays."""
+        """The sum of all ranks' arrays."""
         return self._reduce(values, "SUM")
 
     def max(self, values: np.ndarray) -> np.ndarray:
-        """Return the largest value of the ranks' arrays, element by element."""
+        """The largest value of the ranks' arrays, element by element."""
         return self._reduce(values, "MAX")
 
     def sum_of(self, number: float) -> float:
-        """Return the sum of the ranks' numbers."""
+        """The sum of the ranks' numbers."""
         return float(self.sum(np.array([float(number)]))[0])
 
     def max_of(self, number: float) -> float:
-        """Return the largest of the ranks' numbers."""
+        """The largest of the ranks' numbers."""
         return float(self.max(np.array([float(number)]))[0])
 
     def _reduce(self, values: np.ndarray, operation: str, mesh: Any = None) -> np.ndarray:
@@ -146,12 +146,12 @@ def _join(rank: int, world: int, backend: str) -> None:
 
 
 def rank_share(items: Sequence[T], ranks: Ranks) -> list[T]:
-    """Return every n-th item, so that mini-batches over all ranks are those of a single rank."""
+    """Every n-th item, so that mini-batches over all ranks are those of a single rank."""
     return list(items[ranks.data_rank :: ranks.data_world])
 
 
 def digest_over(ranks: Ranks, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Return the digest of weights that every rank has; each rank hashes every world-th tensor."""
+    """The digest of weights that every rank has; each rank hashes every world-th tensor."""
     if ranks.world == 1:
         return digest_of(weights)
     names: list[str] = []

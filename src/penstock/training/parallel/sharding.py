@@ -53,7 +53,7 @@ class Sharding:
         self.summed: set[str] = set()
 
     def part(self, name: str, tensor: Tensor) -> Part:
-        """Return the part of a tensor of parameter `name` that this rank holds."""
+        """The part of a tensor of parameter `name` that this rank holds."""
         shape, first_row, first_column = list(tensor.shape), 0, 0
         if is_split(tensor):
             rows_each = -(-len(tensor) // self.ranks.shard_mesh.size())
@@ -72,7 +72,7 @@ class Sharding:
     def read_part(
         self, name: str, empty: nn.Parameter, stored: StoredWeights, device: torch.device
     ) -> nn.Parameter:
-        """Return a parameter without values with this rank's part from the model's files."""
+        """A parameter without values with this rank's part from the model's files."""
         part = self.part(name, empty)
         rows = slice(part.first_row, part.first_row + len(part.values))
         columns, cut = slice(None), self.cuts.get(name)
@@ -94,13 +94,13 @@ class Sharding:
         return nn.Parameter(values, requires_grad=empty.requires_grad)
 
     def is_counted(self, name: str) -> bool:
-        """Return whether this rank's part is the one that sums over all ranks count."""
+        """Whether this rank's part is the one that sums over all ranks count."""
         if self.stages.is_copy(name):
             return False
         return name in self.cuts or self.ranks.tensor.is_first
 
     def holds_alone(self, name: str, tensor: Tensor) -> bool:
-        """Return whether no other rank writes this rank's part to a checkpoint."""
+        """Whether no other rank writes this rank's part to a checkpoint."""
         if not tensor.ndim:  # a counter, equal on all ranks of a stage
             return self.ranks.is_first_of_stage and not self.stages.is_copy(name)
         return (is_split(tensor) or self.ranks.world == 1) and self.is_counted(name)
@@ -113,7 +113,7 @@ class Sharding:
         return all_gather(gathered, self.ranks.tensor, cut.dim, cut.total)
 
     def whole_shape(self, name: str, parameter: Tensor) -> torch.Size:
-        """Return the shape of a whole parameter, of which this rank has a cut."""
+        """The shape of a whole parameter, of which this rank has a cut."""
         return torch.Size(self.part(name, parameter).shape)
 
     def finish_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -127,7 +127,7 @@ class Sharding:
             dist.all_reduce(local(tied.grad), group=self.stages.tied_group)
 
     def gradient_norm(self, parameters: Mapping[str, nn.Parameter]) -> Tensor | None:
-        """Return the norm of the whole gradient, equal on all ranks; None if there is no gradient."""
+        """The norm of the whole gradient, equal on all ranks; None if there is no gradient."""
         named = {name: one.grad for name, one in parameters.items() if one.grad is not None}
         if self.ranks.world == 1:
             return nn.utils.get_total_norm(named.values()) if named else None
@@ -143,7 +143,7 @@ class Sharding:
 
 
 def is_split(tensor: Tensor) -> bool:
-    """Return whether FSDP2 has split this tensor by rows."""
+    """Whether FSDP2 has split this tensor by rows."""
     if not hasattr(tensor, "device_mesh"):
         return False
     placements: Any = tensor.placements
@@ -152,7 +152,7 @@ def is_split(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's rows of a tensor that is split by rows; a plain tensor as it is."""
+    """This rank's rows of a tensor that is split by rows; a plain tensor as it is."""
     shard: Any = tensor.detach()
     rows: Tensor = shard.to_local() if hasattr(shard, "to_local") else tensor
     return rows
@@ -189,7 +189,7 @@ def split_over_data(
 
 
 def split_modules(module: nn.Module) -> list[Any]:
-    """Return the modules that FSDP2 gathers and splits one after another."""
+    """The modules that FSDP2 gathers and splits one after another."""
     from torch.distributed.fsdp import FSDPModule
 
     return [part for part in module.modules() if isinstance(part, FSDPModule)]

@@ -302,7 +302,7 @@ class EnginePool:
         await self._take_back(engine)  # skipped if the run is ending (cancelled)
 
     def _least_busy(self) -> Engine | None:
-        """Return the least busy engine with the newest weights, if it is not the only one."""
+        """The least busy engine with the newest weights, if it is not the only one."""
         members = self._scheduler.engines
         newest = max((members[index].version for index in self.serving), default=0)
         able = [index for index in self.serving if members[index].version == newest]
@@ -343,7 +343,7 @@ class EnginePool:
         requests: list[GenerationRequest],
         answer: list[Generation] | RunError,
     ) -> tuple[list[Generation], bool]:
-        """Return what requests get from an engine's answer or error, and whether the engine died.
+        """What requests get from an engine's answer or error, and whether the engine died.
 
         Raise an error of its part if the engine lives. Requests that failed with a death can be retried.
         """
@@ -413,7 +413,7 @@ class EnginePool:
             await self._call_working("wake")
 
     async def stats(self) -> EngineStats:
-        """Return sums; the version is the oldest one that new requests are sampled with."""
+        """Sums; the version is the oldest one that new requests are sampled with."""
         all_stats = await self._at_least_one(
             lambda: self._each(self._stats_of, self._in(EngineState.SERVING))
         )
@@ -481,7 +481,7 @@ class EnginePool:
         return answers
 
     async def _each(self, call: Callable[[Engine], Awaitable[T]], engines: list[Engine]) -> list[T]:
-        """Return the answers of all engines that live; raise any other error after all answered."""
+        """The answers of all engines that live; raise any other error after all answered."""
         asked = (self._answer_of(call, engine) for engine in engines)
         results = await asyncio.gather(*asked, return_exceptions=True)
         answers: list[T] = []
@@ -492,7 +492,7 @@ class EnginePool:
         return answers
 
     async def _answer_of(self, call: Callable[[Engine], Awaitable[T]], engine: Engine) -> list[T]:
-        """Return the answer of one engine; nothing if it died."""
+        """The answer of one engine; nothing if it died."""
         try:
             return [await call(engine)]
         except WorkerDied:
@@ -549,7 +549,7 @@ class EnginePool:
             self._tell_first_loaded(handle.version, digest)
 
     def _may_be_late(self, handle: WeightHandle) -> bool:
-        """Return whether a late reader costs no GPU memory: one more copy of the weights is kept for it."""
+        """Whether a late reader costs no GPU memory: one more copy of the weights is kept for it."""
         where = handle.location
         return not self._shares_gpu and not (isinstance(where, dict) and where.get("device"))
 

@@ -71,7 +71,7 @@ class PromptBatch(Work):
 
 
 def empty_answer(request_id: str, reason: FinishReason, error: str = "") -> Generation:
-    """Return a response without tokens."""
+    """A response without tokens."""
     return Generation(
         request_id=request_id,
         token_ids=np.zeros(0, np.int32),
@@ -148,7 +148,7 @@ class Requests:
         return [batch.done[request.request_id] for request in requests]
 
     def _parts(self, requests: list[GenerationRequest]) -> list[list[int]]:
-        """Return the places of the requests that go to one engine together: of one prompt, not too many."""
+        """The places of the requests that go to one engine together: of one prompt, not too many."""
         shared, slots = requests[0].prompt_ids if requests else None, self._scheduler.slots
         if 0 < len(requests) <= slots and all(r.prompt_ids is shared for r in requests):
             return [list(range(len(requests)))]  # a group, as most calls

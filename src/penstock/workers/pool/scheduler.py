@@ -96,7 +96,7 @@ class Scheduler:
         self.held = held
 
     def slower_than(self, index: int) -> int | None:
-        """Return the fastest engine if this one makes responses several times slower, else None."""
+        """The fastest engine if this one makes responses several times slower, else None."""
         judged = {
             place: engine.pace
             for place in self.serving
@@ -170,7 +170,7 @@ class Scheduler:
         self.running += work.size
 
     def _choose(self, work: Work) -> int | None:
-        """Return the engine that takes this work now, by the seconds of work that it has; or None."""
+        """The engine that takes this work now, by the seconds of work that it has; or None."""
         if self.held:
             return None
         able = [
@@ -194,13 +194,13 @@ class Scheduler:
         return self.engines.index(chosen)
 
     def _seconds_of_work(self) -> Callable[[EngineLoad], float]:
-        """Return a function of an engine; one that is not measured yet counts as fast as the average."""
+        """A function of an engine; one that is not measured yet counts as fast as the average."""
         speeds = [engine.speed for engine in self.engines if engine.speed is not None]
         average = sum(speeds) / len(speeds) if speeds else 1.0
         return lambda engine: engine.tokens / (engine.speed or average)
 
     def _least_pace(self, work: Work, able: Sequence[EngineLoad]) -> float:
-        """Return the pace below which the other engines would finish the queue before one response is made.
+        """The pace below which the other engines would finish the queue before one response is made.
 
         able: the engines that may take the work; those with older weights finish nothing of it.
         """
@@ -216,7 +216,7 @@ class Scheduler:
         return engine.slots or self.slots
 
     def _bound_per_slot(self) -> float:
-        """Return how many requests to bind per slot of an engine, by the share of bound ones that still runs.
+        """How many requests to bind per slot of an engine, by the share of bound ones that still runs.
 
         Work is answered whole: its first responses that end wait for its longest one. One engine alone has a
         queue of its own.

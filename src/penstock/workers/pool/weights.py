@@ -56,7 +56,7 @@ class NewestWeights:
         self.handle, self._times_renewed, self.is_ahead = handle, 0, False
 
     def are_in(self, engine: Engine) -> bool:
-        """Return whether an engine has loaded the newest weights."""
+        """Whether an engine has loaded the newest weights."""
         return self.handle is None or _is_in(self.handle, engine)
 
     async def load_newest(self, engine: Engine, call: Call) -> None:
@@ -132,7 +132,7 @@ class NewestWeights:
 
 
 def _is_in(handle: WeightHandle, engine: Engine) -> bool:
-    """Return whether an engine has these weights, or newer ones."""
+    """Whether an engine has these weights, or newer ones."""
     held = engine.loaded
     return held is not None and (
         held[0] > handle.version or held == (handle.version, handle.digest)
@@ -230,5 +230,5 @@ class Loads:
 
 
 def _succeeded(task: asyncio.Task[Digests]) -> bool:
-    """Return whether a load has ended and its engine lives."""
+    """Whether a load has ended and its engine lives."""
     return task.done() and not task.cancelled() and not task.exception() and bool(task.result())

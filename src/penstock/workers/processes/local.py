@@ -85,7 +85,7 @@ def _spawn_engine(config: Config, log_folder: Path, number: int) -> Callable[[],
 def spawn_trainer(
     config: Config, total_steps: int, log_folder: Path, link: tuple[str, str]
 ) -> Callable[[], Awaitable[Worker]]:
-    """Return a function that starts every rank; `link` is the kind and folder of the weight sync."""
+    """A function that starts every rank; `link` is the kind and folder of the weight sync."""
     names = trainer_names(config)
 
     async def spawn() -> Worker:

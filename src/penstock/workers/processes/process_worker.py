@@ -276,7 +276,7 @@ class ProcessWorker:
 
 
 def _take_early(name: str, threads: int) -> WorkerProcess | None:
-    """Return the process that was started early for this worker, if it is alive and has these threads."""
+    """The process that was started early for this worker, if it is alive and has these threads."""
     made = EARLY.get({}).pop(name, None)
     if made is None or (made.process.poll() is None and made.threads == threads):
         return made
@@ -313,13 +313,13 @@ def _worker_environment(threads: int) -> dict[str, str]:
 
 
 def trainer_imports(config: Config, rank: int) -> list[str]:
-    """Return what the process of a trainer rank needs in every run (`worker_main.prepare`)."""
+    """What the process of a trainer rank needs in every run (`worker_main.prepare`)."""
     adapters = ["peft"] if config.model.lora.rank else []
     return [*_context(config, rank), "penstock.training.consumer", *_MODEL, *adapters]
 
 
 def engine_imports(config: Config, number: int) -> list[str]:
-    """Return what the process of an engine needs in every run; nothing for engines that are not ours."""
+    """What the process of an engine needs in every run; nothing for engines that are not ours."""
     if config.of_engine(number).engine.name != "transformers":
         return []
     before = 0 if config.launch.colocate else config.launch.num_consumers
@@ -327,7 +327,7 @@ def engine_imports(config: Config, number: int) -> list[str]:
 
 
 def _context(config: Config, index: int) -> list[str]:
-    """Return the GPU to open as `models.loading.choose_device` will choose it."""
+    """The GPU to open as `models.loading.choose_device` will choose it."""
     device = config.model.device
     if device in ("auto", "cuda"):
         return [f"cuda:{index}"]

@@ -198,7 +198,7 @@ class ActorWorker:
         raise with_log_path(error, self._log_path)
 
     def _translated(self, fault: RayError) -> Exception:
-        """Return our error for one of Ray's: the actor's exception, its end, or a fault of Ray itself."""
+        """Our error for one of Ray's: the actor's exception, its end, or a fault of Ray itself."""
         if isinstance(fault, ACTOR_IS_GONE) and not isinstance(fault, RayTaskError):
             ray.kill(self._actor)  # an actor that cannot be reached must not come back
             return WorkerDied(f"{self.name}: {why(fault)}")

@@ -52,7 +52,7 @@ BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 
 def why(error: BaseException | None) -> str:
-    """Return the exception that was raised, if there was one, else the reason of the actor's end."""
+    """The exception that was raised, if there was one, else the reason of the actor's end."""
     if error is None:
         return "no reason was given"
     if isinstance(error, RayTaskError):
@@ -63,7 +63,7 @@ def why(error: BaseException | None) -> str:
 
 
 def _raised_last(text: str) -> str:
-    """Return the line under the last traceback of a text: the type without its module, the message."""
+    """The line under the last traceback of a text: the type without its module, the message."""
     lines = [_GROUP_MARGIN.sub("", line) for line in text.splitlines()]
     frames = [number for number, line in enumerate(lines) if _FRAME.match(line)]
     if not frames:
@@ -76,7 +76,7 @@ def _raised_last(text: str) -> str:
 
 
 def _end_reason(text: str) -> str:
-    """Return Ray's reason for the end, without the actor's ids and Ray's advice."""
+    """Ray's reason for the end, without the actor's ids and Ray's advice."""
     lines = [line.strip() for line in text.splitlines() if not _IDS.match(line)]
     if len(lines) > 1 and lines[0] == "The actor died unexpectedly before finishing this task.":
         del lines[0]
@@ -90,7 +90,7 @@ def _end_reason(text: str) -> str:
 
 
 async def retry_while_full(what: str, send: Callable[[], T], note: Callable[[str], None]) -> T:
-    """Return the result of `send`; repeat it after a failure to store its arguments."""
+    """The result of `send`; repeat it after a failure to store its arguments."""
     for number, wait_s in enumerate(BACKOFF_S, 1):
         try:
             return send()

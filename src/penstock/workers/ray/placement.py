@@ -44,7 +44,7 @@ class Need:
     def of(
         cls, options: RayOptions, *, cpus: float | None = None, gpus: float | None = None
     ) -> Need:
-        """Return what a role asks, with other CPUs or GPUs if given."""
+        """What a role asks, with other CPUs or GPUs if given."""
         gpus = options.num_gpus if gpus is None else gpus
         resources = {"CPU": options.num_cpus if cpus is None else cpus}
         resources |= {"GPU": gpus} if gpus else {}
@@ -53,7 +53,7 @@ class Need:
         return cls(resources=resources | options.resources, labels=options.label_selector)
 
     def fits(self, node: Node) -> bool:
-        """Return whether a node has the labels and, in what is left of it, the resources."""
+        """Whether a node has the labels and, in what is left of it, the resources."""
         return _holds(node.left, self.resources) and _has_labels(node.labels, self.labels)
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Node:
 
 
 def bundles(settings: LaunchConfig) -> tuple[list[Need], list[Need]]:
-    """Return the bundles of consumers and of producers; if colocated, the first list holds all."""
+    """The bundles of consumers and of producers; if colocated, the first list holds all."""
     rank = settings.ray_options_of("consumers")
     consumers = [Need.of(rank)] * settings.num_consumers
     places = [settings.engine_ray_options(number) for number in range(settings.num_producers)]
@@ -124,7 +124,7 @@ def _holds(node: Mapping[str, float], asked: Resources) -> bool:
 
 
 def _has_labels(labels: Labels, asked: Labels) -> bool:
-    """Return whether a node's labels match; values are written as Ray writes them."""
+    """Whether a node's labels match; values are written as Ray writes them."""
     for key, wanted in asked.items():
         negated, text = wanted.startswith("!"), wanted.removeprefix("!")
         is_list = text.startswith("in(") and text.endswith(")")
@@ -135,7 +135,7 @@ def _has_labels(labels: Labels, asked: Labels) -> bool:
 
 
 def amount(of: Mapping[str, float]) -> str:
-    """Return CPUs, GPUs and custom resources as words."""
+    """CPUs, GPUs and custom resources as words."""
     return _words(of, {})
 
 
@@ -192,7 +192,7 @@ class Reservation:
         return {"scheduling_strategy": where}
 
     async def node(self, number: int) -> str:
-        """Return the living node of a bundle; empty if it has none now."""
+        """The living node of a bundle; empty if it has none now."""
         return await asyncio.to_thread(_node_of, self._group, number)
 
     async def ready(self) -> None:
@@ -254,7 +254,7 @@ class PlacementSlot:
         return {**counted, **self.reservation.options(self.number)}
 
     async def node(self) -> str:
-        """Return the living node of the bundle; empty if it has none now."""
+        """The living node of the bundle; empty if it has none now."""
         return _ANYWHERE if self.reservation is None else await self.reservation.node(self.number)
 
 
@@ -336,7 +336,7 @@ class Placement:
         return reservation
 
     def take(self, name: str, number: int) -> PlacementSlot:
-        """Return the slot of a producer that was drained or given up and asked the same, else a new slot."""
+        """The slot of a producer that was drained or given up and asked the same, else a new slot."""
         place = self._settings.engine_ray_options(number)
         for slot in self.producers:
             if slot.is_free and slot.place in (None, place):
@@ -352,7 +352,7 @@ class Placement:
         return slot
 
     def agent_options(self) -> Options:
-        """Return the options of an actor that runs an agent loop; it takes no slot."""
+        """The options of an actor that runs an agent loop; it takes no slot."""
         need, options = self._agent_need(), self._settings.ray_options_of("agents")
         custom = {key: value for key, value in need.resources.items() if key not in ("CPU", "GPU")}
         return {
@@ -364,7 +364,7 @@ class Placement:
         }
 
     def _agent_need(self) -> Need:
-        """Return what an agent actor asks; no CPUs in a cluster of this run, where they are only counted."""
+        """What an agent actor asks; no CPUs in a cluster of this run, where they are only counted."""
         return Need.of(self._settings.ray_options_of("agents"), cpus=0.0 if self._ours else None)
 
     def _check_extra(self, name: str, asked: Need) -> None:

@@ -17,7 +17,7 @@ _STATE, _PARENT, _TIMES = 0, 1, slice(11, 15)
 
 
 def activity_of(pid: int, proc: Path = Path("/proc")) -> float | None:
-    """Return seconds of work since the process began; None if there is no such process or no /proc."""
+    """Seconds of work since the process began; None if there is no such process or no /proc."""
     times, children = _read_times(proc)
     if pid not in times:
         return None
@@ -30,7 +30,7 @@ def activity_of(pid: int, proc: Path = Path("/proc")) -> float | None:
 
 
 def is_stopped(pid: int, proc: Path = Path("/proc")) -> bool:
-    """Return whether a signal (SIGSTOP) or a debugger has stopped the process: it answers nothing."""
+    """Whether a signal (SIGSTOP) or a debugger has stopped the process: it answers nothing."""
     try:
         return _fields(proc / str(pid) / "stat")[_STATE] in ("T", "t")
     except OSError:  # no such process, or no /proc

@@ -49,7 +49,7 @@ CALLS = {  # the kind of wait that a method of a worker opens; any other is a sh
 
 
 def wait_for(worker: Worker, waits: Waits, method: str) -> OpenWait:
-    """Return the wait for a worker's answer, which is open inside its `with` block."""
+    """The wait for a worker's answer, which is open inside its `with` block."""
     lane = "checkpoint" if method == "write_snapshot" else worker.name
     kind = CALLS.get(method, WaitKind.ASK)
     return waits.wait(lane, kind, responder=worker.name)
@@ -192,12 +192,12 @@ class Supervised:
         return self._starting or self.worker
 
     async def stack(self) -> str:
-        """Return the stacks of the current worker's threads."""
+        """The stacks of the current worker's threads."""
         worker = self._current
         return "no worker is there" if worker is None else await worker.stack()
 
     async def progress(self, method: str) -> Any:
-        """Return the result of `method` of the current worker; None without a worker. Opens no wait."""
+        """The result of `method` of the current worker; None without a worker. Opens no wait."""
         worker = self._current
         return None if worker is None else await worker.call(method)
 
@@ -270,7 +270,7 @@ class Supervised:
         return False
 
     def _reason(self, observed: str) -> str:
-        """Return why a worker ended: why it was killed, or what was observed."""
+        """Why a worker ended: why it was killed, or what was observed."""
         reason, self._replaced_for = self._replaced_for or observed, ""
         return reason
 

@@ -48,10 +48,10 @@ class TrainerPart(Protocol):
         """Restore a snapshot; return its step and digest."""
 
     async def identity(self) -> tuple[int, str]:
-        """Return the policy version and the digest of its weights."""
+        """The policy version and the digest of its weights."""
 
     async def is_exact(self) -> bool:
-        """Return whether the same step repeated here gives the same bits."""
+        """Whether the same step repeated here gives the same bits."""
 
     async def request_stop(self) -> None:
         """Make a running `train` give up before it changes the weights."""
@@ -94,7 +94,7 @@ class RankGroup:
         ]
 
     async def _each(self, *calls: Awaitable[Any]) -> list[Any]:
-        """Return all answers. If one rank raises, kill the ranks that still wait for it in a collective.
+        """All answers. If one rank raises, kill the ranks that still wait for it in a collective.
 
         If a rank died, report that death: the other ranks' errors only follow from it.
         """
@@ -145,7 +145,7 @@ class RankGroup:
 
 
 def _one_report(reports: Sequence[StepReport]) -> StepReport:
-    """Return the first rank's report with the groups of all shares, in the order of the batch."""
+    """The first rank's report with the groups of all shares, in the order of the batch."""
     turns = itertools.zip_longest(*(report.trained for report in reports))
     return replace(reports[0], trained=tuple(one for turn in turns for one in turn if one))
 
@@ -259,7 +259,7 @@ class RestartingTrainer(TrainerClient):
             return await super().train(batch)
 
     async def publish(self) -> WeightHandle:
-        """Return as soon as engines may begin to read; `train` waits for the rest of the writing."""
+        """As soon as engines may begin to read; `train` waits for the rest of the writing."""
         await self._written()
         handle: WeightHandle | None = None
         if self._announces:
@@ -294,7 +294,7 @@ class RestartingTrainer(TrainerClient):
             self._published = (await self.supervised.call("publish"), worker)
 
     async def renewed(self, handle: WeightHandle) -> WeightHandle:
-        """Return a handle that can be read, in the place of one that cannot.
+        """A handle that can be read, in the place of one that cannot.
 
         Memory of a GPU ends with the process that reserved it. If the next worker is past the lost
         version, the handle is of that worker's version, as in a resumed run.
@@ -333,7 +333,7 @@ class RestartingTrainer(TrainerClient):
 
 
 def reserve_port(address: str) -> socket.socket:
-    """Return a bound socket for rank 0; its port is nobody else's until the socket is closed.
+    """A bound socket for rank 0; its port is nobody else's until the socket is closed.
 
     Seconds pass between the choice of a port and the moment when rank 0 listens: other programs take ports
     meanwhile. The socket listens to nothing and allows sockets of the same user to bind the port too
@@ -347,5 +347,5 @@ def reserve_port(address: str) -> socket.socket:
 
 
 def port_of(reserved: socket.socket) -> int:
-    """Return the port that the socket has."""
+    """The port that the socket has."""
     return int(reserved.getsockname()[1])

@@ -25,10 +25,10 @@ class Worker(Protocol):
         """Wait until the worker has ended; return the reason."""
 
     async def stack(self) -> str:
-        """Return what the worker's threads are doing; empty for a part of this process."""
+        """What the worker's threads are doing; empty for a part of this process."""
 
     async def activity(self) -> float | None:
-        """Return the seconds of work that the worker has spent (`activity.py`); None if unknown."""
+        """The seconds of work that the worker has spent (`activity.py`); None if unknown."""
 
     async def kill(self) -> None:
         """End the worker now, even if it is blocked."""

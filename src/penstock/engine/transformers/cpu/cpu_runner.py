@@ -107,7 +107,7 @@ class CpuRunner:
     def _forward(
         self, decode: DecodeRows, prefill: PrefillRows, fresh: list[Sequence]
     ) -> torch.Tensor:
-        """Return logits of the decoded rows, then of the last row of each prefilled sequence."""
+        """Logits of the decoded rows, then of the last row of each prefilled sequence."""
         decoded = len(decode.slots_N)
         used = prefill.spans[-1].end if prefill.spans else decoded
         if not used:
@@ -135,7 +135,7 @@ class CpuRunner:
         position_R: torch.Tensor,
         kept_K: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the logits of the kept rows; None: of all."""
+        """The logits of the kept rows; None: of all."""
         if self._rows is not None:
             return self._rows(step, ids_R, position_R, kept_K)
         with running(step):

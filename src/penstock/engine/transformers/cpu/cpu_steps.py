@@ -89,7 +89,7 @@ class _BucketRows:
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def mask(self, window: int | None) -> torch.Tensor:
-        """Return the additive mask [rows, 1, 1, length]; built once per step for all layers."""
+        """The additive mask [rows, 1, 1, length]; built once per step for all layers."""
         if window not in self._masks:
             key_L = np.arange(self.length)
             hidden = key_L[None, :] > self._position[:, None]
@@ -134,12 +134,12 @@ class PrefillRows:
                 _attend_partial(span, partial, call, output[0, partial])
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of the prefilled rows, [layers, rows, kv heads, size]."""
+        """Keys and values of the prefilled rows, [layers, rows, kv heads, size]."""
         return torch.stack(self._keys), torch.stack(self._values)
 
 
 def _prompt_runs(spans: list[Span], joined: bool) -> list[tuple[int, int, int]]:
-    """Return (first row, prompts, tokens of each) for prompts of one length in adjacent rows.
+    """(first row, prompts, tokens of each) for prompts of one length in adjacent rows.
 
     A call of the fused attention costs more than a short prompt. It computes each sequence on its own,
     so joining them changes no bit; `joined` is False for attention without this property.
@@ -156,7 +156,7 @@ def _prompt_runs(spans: list[Span], joined: bool) -> list[tuple[int, int, int]]:
 
 
 def _split(new: torch.Tensor, rows: slice, count: int) -> torch.Tensor:
-    """Return these rows of [1, heads, rows, size] as [count, heads, rows of each, size]."""
+    """These rows of [1, heads, rows, size] as [count, heads, rows of each, size]."""
     return new[0, :, rows].unflatten(1, (count, -1)).transpose(0, 1)
 
 
@@ -165,7 +165,7 @@ def _attend_partial(span: Span, rows: slice, call: AttentionCall, output_NHD: to
     padded_length = round_up(span.length, QUANTUM)
 
     def stored(new: torch.Tensor) -> torch.Tensor:
-        """Return [rows, kv heads, padded length, size] without a copy per row."""
+        """[rows, kv heads, padded length, size] without a copy per row."""
         own = new[0, :, span.start : span.end].transpose(0, 1)
         padded = own.new_zeros(padded_length, *own.shape[1:])
         padded[: span.length] = own

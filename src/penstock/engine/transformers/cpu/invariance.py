@@ -32,7 +32,7 @@ def find_row_quantum(
     threads: int,
     kind: type[PlainLinear] = PlainLinear,
 ) -> tuple[int, bool]:
-    """Return the row multiple to pad to, and whether it makes rows independent of each other.
+    """The row multiple to pad to, and whether it makes rows independent of each other.
 
     `fused` are the (inputs, outputs) of the products that compute several layers of the model.
     """
@@ -82,7 +82,7 @@ def _linear_is_invariant(
 
 @functools.cache
 def _attention_is_invariant(shape: KVShape) -> bool:
-    """Return whether masked keys and other rows leave a row's attention unchanged."""
+    """Whether masked keys and other rows leave a row's attention unchanged."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*sizes: int) -> torch.Tensor:

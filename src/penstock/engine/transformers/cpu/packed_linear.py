@@ -97,7 +97,7 @@ class ModelLinears:
 
 
 def choose_linear(model: nn.Module) -> type[PlainLinear]:
-    """Return this CPU's packed product if the model is large enough and the memory suffices."""
+    """This CPU's packed product if the model is large enough and the memory suffices."""
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     can_pack = all(w.dtype is torch.float32 and w.device.type == "cpu" for w in weights)
     needed = sum(weight.numel() * weight.element_size() for weight in weights)
@@ -108,14 +108,14 @@ def choose_linear(model: nn.Module) -> type[PlainLinear]:
 
 
 def packed_kind() -> type[PlainLinear]:
-    """Return the packed product of this CPU, or the plain one if it has none."""
+    """The packed product of this CPU, or the plain one if it has none."""
     if torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear"):
         return MklLinear
     return DnnlLinear if _has_arm_onednn() else PlainLinear
 
 
 def small_kind() -> type[PlainLinear]:
-    """Return the product of this CPU for weights that fit its caches."""
+    """The product of this CPU for weights that fit its caches."""
     return BlasLinear if _has_arm_onednn() else PlainLinear
 
 

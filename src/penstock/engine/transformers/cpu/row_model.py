@@ -46,7 +46,7 @@ class RowModel:
         position_R: torch.Tensor,
         kept_K: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the logits of the kept rows; None: of all."""
+        """The logits of the kept rows; None: of all."""
         x_RD = functional.embedding(ids_R, self._embedding)
         cos, sin = self._rotary(x_RD, position_R[None])
         half = sin.shape[-1] // 2
@@ -76,7 +76,7 @@ class _Norm:
         return self.scale(x).mul_(self.weight)
 
     def scale(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x over its root mean square, before the weight."""
+        """x over its root mean square, before the weight."""
         squares = (x * x).sum(-1, keepdim=True)
         return x * squares.div_(self._size).add_(self._epsilon).rsqrt_()
 
@@ -147,7 +147,7 @@ class _Layer:
 
 
 def make_row_model(model: Any, fused: list[FusedLinear]) -> RowModel | None:
-    """Return the forward pass of a model of the usual form that computes what the model does, else None."""
+    """The forward pass of a model of the usual form that computes what the model does, else None."""
     if type(model).__name__ not in _KNOWN:
         return None
     by_part = {one.first: one for one in fused}

@@ -91,7 +91,7 @@ class DeviceState:
 
 
 def batch_sizes(slots: int) -> list[int]:
-    """Return the batch sizes to capture: dense for small batches, in steps of 32 and 64 for large ones."""
+    """The batch sizes to capture: dense for small batches, in steps of 32 and 64 for large ones."""
     sizes = {1, 2, 4, 8, 16, 24, *range(32, 257, 32), *range(320, slots, 64), slots}
     return sorted(size for size in sizes if size <= slots)
 
@@ -136,7 +136,7 @@ class CudaRunner:
         self._tell_kernels()
 
     def _choose_sizes(self) -> tuple[int, int]:
-        """Return the number of slots and the tokens of the KV cache; write them to the log."""
+        """The number of slots and the tokens of the KV cache; write them to the log."""
         options = self._options
         torch.cuda.empty_cache()  # free the copies that fusing left
         free, total = torch.cuda.mem_get_info(self._device)
@@ -413,7 +413,7 @@ class CudaRunner:
         self._send(token_N, logprob_N, slots_N)
 
     def _special_rows(self, slots_N: np.ndarray) -> np.ndarray:
-        """Return the rows that the kernel cannot sample: top_k, top_p, or too many tokens to ban."""
+        """The rows that the kernel cannot sample: top_k, top_p, or too many tokens to ban."""
         table = self.table
         special_N = (table.top_k[slots_N] > 0) | (table.top_p[slots_N] < 1)
         width = self._state.stops.shape[1]
@@ -464,17 +464,17 @@ def _no_collection() -> Iterator[None]:
 
 
 def _can_capture(model: Any) -> bool:
-    """Return whether a decode step needs nothing of the host, as a graph requires."""
+    """Whether a decode step needs nothing of the host, as a graph requires."""
     return HAS_KERNELS and _fixed_rope(model) and not _has_experts(model)
 
 
 def _fixed_rope(model: Any) -> bool:
-    """Return whether rotary positions are independent of the data."""
+    """Whether rotary positions are independent of the data."""
     parameters = getattr(model.config, "rope_parameters", None) or {}
     return parameters.get("rope_type", "default") not in ("dynamic", "longrope")
 
 
 def _has_experts(model: Any) -> bool:
-    """Return whether layers route tokens to experts, which may need the host: no graph can."""
+    """Whether layers route tokens to experts, which may need the host: no graph can."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return any(getattr(model.config, name, None) for name in names)

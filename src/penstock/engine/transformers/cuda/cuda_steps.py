@@ -53,7 +53,7 @@ class DecodeStep:
 
     @classmethod
     def at(cls, pool: KVPool, start_B: torch.Tensor, position_B: torch.Tensor) -> DecodeStep:
-        """Return the step that stores at these positions of the regions."""
+        """The step that stores at these positions of the regions."""
         return cls(pool, start_B, start_B + position_B, position_B + 1)
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -155,7 +155,7 @@ class PrefillStep:
         return to_device(joined_ranges(starts, self._lengths), self._pool.keys.device)
 
     def _pad(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return [rows, heads, size] as [sequences, heads, longest, size]."""
+        """[rows, heads, size] as [sequences, heads, longest, size]."""
         if len(self._lengths) * self._longest > len(rows):
             padded = rows.new_zeros(len(self._lengths) * self._longest, *rows.shape[1:])
             padded[self._padded_rows] = rows
@@ -164,6 +164,6 @@ class PrefillStep:
 
 
 def joined_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return start, start + 1, ... of each length, one after another."""
+    """Start, start + 1, ... of each length, one after another."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)

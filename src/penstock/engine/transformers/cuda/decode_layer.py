@@ -95,7 +95,7 @@ def _has_usual_form(layer: Any) -> bool:
 
 
 def _joined(*parts: Any) -> Linear | None:
-    """Return the weight and bias that `fuse_projections` gave these layers, else None."""
+    """The weight and bias that `fuse_projections` gave these layers, else None."""
     weight, bias = parts[0].weight, parts[0].bias
     rows, wanted = 0, (weight.data_ptr(), 0 if bias is None else bias.data_ptr())
     for part in parts:
@@ -125,7 +125,7 @@ def _forward(layer: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any)
 def decode(
     layer: LayerParts, step: DecodeStep, x_BD: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Return the layer's output; may overwrite its input."""
+    """The layer's output; may overwrite its input."""
     query_BHD = _project(layer, step, x_BD, turn)
     mixed_BHD = step.mix(layer.number, query_BHD, layer.scale, layer.window)
     return _after_attention(layer, x_BD, mixed_BHD.flatten(1))
@@ -137,7 +137,7 @@ def prefill(
     x_RD: torch.Tensor,
     turn: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Return the layer's output for packed prompts; may overwrite its input."""
+    """The layer's output for packed prompts; may overwrite its input."""
     size = turn[0].shape[-1]
     joint_RC = functional.linear(norm_rows(x_RD, layer.first_norm), *layer.heads)
     rotate_(joint_RC, layer.turned // size, size, *turn)
@@ -171,7 +171,7 @@ def _gate(norm: Norm, x_BD: torch.Tensor, weight_FD: torch.Tensor) -> torch.Tens
 
 
 def norm_parts(norm: Any) -> Norm:
-    """Return the weight and epsilon of an RMS norm."""
+    """The weight and epsilon of an RMS norm."""
     eps = epsilon(norm)
     assert eps is not None
     return norm.weight, eps

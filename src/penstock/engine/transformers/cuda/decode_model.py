@@ -71,7 +71,7 @@ class DecodeModel:
 
 
 def make_decode_model(model: Any, shape: KVShape, fused: int, positions: int) -> DecodeModel | None:
-    """Return the decode step of a model of which `fused` layers decode on their own; None: of another form."""
+    """The decode step of a model of which `fused` layers decode on their own; None: of another form."""
     if type(model).__name__ not in _KNOWN or fused != len(model.base_model.layers):
         return None
     if model.lm_head.bias is not None:

@@ -146,5 +146,5 @@ def _isolate(
 
 @functools.cache
 def _shared_ruleset(plan: namespaces.Plan) -> int | None:
-    """Return the rules of sandboxes that see the host's paths; made once, inherited by each of them."""
+    """The rules of sandboxes that see the host's paths; made once, inherited by each of them."""
     return landlock.prepare((*namespaces.readable_paths(plan), plan.scratch), plan.hidden)

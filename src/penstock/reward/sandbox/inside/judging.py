@@ -23,7 +23,7 @@ _REPORT_LINES = 100  # of a solution's report; its own code writes one or two, a
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return {"code", "note"} for one test, or {"result", "notes"} for assert-style tests."""
+    """{"code", "note"} for one test, or {"result", "notes"} for assert-style tests."""
     if request["form"] == "asserts":
         return _asserts(request)
     try:
@@ -83,7 +83,7 @@ def _asserts(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _said(text: object) -> str:
-    """Return a text field that untrusted code reported; empty if it is not text."""
+    """A text field that untrusted code reported; empty if it is not text."""
     return text[:500] if isinstance(text, str) else ""
 
 
@@ -113,7 +113,7 @@ def _reports(report: bytes) -> list[dict[str, Any]]:
 def _fault(
     outcome: dict[str, Any], reports: list[dict[str, Any]], stderr: bytes
 ) -> tuple[int, str] | None:
-    """Return why a child did not do its job; None if it did."""
+    """Why a child did not do its job; None if it did."""
     status = outcome["status"]
     if outcome["stopped"] == "wall":
         return ERROR, f"time-out after {outcome['limit_s']:g} s"
@@ -188,7 +188,7 @@ def _same(expected: Any, value: Any) -> bool:
 
 
 def _open(form: Any) -> Any:
-    """Return a number, text, bool or None; a list for a list or tuple; or the form as it is."""
+    """A number, text, bool or None; a list for a list or tuple; or the form as it is."""
     if not isinstance(form, dict):
         return form
     name, content = wire.tag(form)
@@ -223,14 +223,14 @@ def _sorted(items: list[Any]) -> list[str]:
 
 
 def _key(form: Any) -> str:
-    """Return a key as text: JSON has no other keys."""
+    """A key as text: JSON has no other keys."""
     if isinstance(form, dict) and wire.tag(form)[0] not in ("int", "float"):
         return json.dumps(form)
     return str(wire.decode(form))
 
 
 def _readable(form: Any) -> str:
-    """Return a value's text for a note; a large or odd one as its form."""
+    """A value's text for a note; a large or odd one as its form."""
     text = json.dumps(form)
     if len(text) > 200:
         return text

@@ -103,7 +103,7 @@ def set_seccomp_filter(program: bytes) -> None:
 
 
 def _address(data: bytes) -> int:
-    """Return where the bytes lie, for a call that only reads them and while the caller holds them.
+    """Where the bytes lie, for a call that only reads them and while the caller holds them.
 
     A string buffer of ctypes would make a new class for each length.
     """

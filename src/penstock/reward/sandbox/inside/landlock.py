@@ -21,7 +21,7 @@ _RIGHTS_BY_VERSION = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of file right
 
 
 def version() -> int:
-    """Return the kernel's Landlock ABI; 0 if it has none."""
+    """The kernel's Landlock ABI; 0 if it has none."""
     try:
         return kernel.syscall(_CREATE_RULESET, 0, 0, _VERSION_FLAG)
     except OSError:
@@ -29,7 +29,7 @@ def version() -> int:
 
 
 def prepare(readable: Iterable[str], hidden: Collection[str] = ()) -> int | None:
-    """Return a rule set that allows to read these paths, without the files of hidden folders in them.
+    """A rule set that allows to read these paths, without the files of hidden folders in them.
 
     Call it while the paths can still be reached. Return None if the kernel has no Landlock.
     """

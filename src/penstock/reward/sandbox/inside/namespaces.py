@@ -66,7 +66,7 @@ class Plan:
 
 
 def identities() -> dict[str, str]:
-    """Return the identity of each namespace of this process."""
+    """The identity of each namespace of this process."""
     found = {}
     for name in NAMES:
         try:
@@ -176,5 +176,5 @@ def become_nobody(plan: Plan, uid: int, gid: int) -> None:
 
 
 def readable_paths(plan: Plan) -> Sequence[str]:
-    """Return the paths that Landlock allows to read, as seen from inside."""
+    """The paths that Landlock allows to read, as seen from inside."""
     return (*plan.readable, *DEVICES)

@@ -134,7 +134,7 @@ class Connection:
         self.note = ""  # what a failed test should say besides
 
     def names(self, wanted: list[str]) -> dict[str, Any]:
-        """Return those of the names that the solution defines."""
+        """Those of the names that the solution defines."""
         forms = self._ask({"op": "names", "names": wanted})
         if type(forms) is not list or len(forms) != len(wanted):
             self.fail(OutOfProtocol("the names are not those that were asked for"))
@@ -193,7 +193,7 @@ class Connection:
         return (kind or self._bad())(self, content[0])
 
     def _exception(self, names: Any, text: Any, operation: str) -> Exception:
-        """Return the built-in exception that the solution raised, or one that stands for it."""
+        """The built-in exception that the solution raised, or one that stands for it."""
         if type(names) is not list or type(text) is not str or len(names) > 100:
             self._bad()
         for name in names:

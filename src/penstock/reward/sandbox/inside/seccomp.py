@@ -137,7 +137,7 @@ def _conditions(pid: int, *, scratch: bool, threads: bool, processes: bool) -> d
 def build_filter(
     arch: str, pid: int, *, scratch: bool = True, threads: bool = True, processes: bool = False
 ) -> bytes:
-    """Return the filter for process `pid`; `scratch` says that it has a bounded folder to write in."""
+    """The filter for process `pid`; `scratch` says that it has a bounded folder to write in."""
     template = _template(arch, scratch, threads, processes)
     return template.replace(struct.pack("I", _ANY_PID), struct.pack("I", pid))
 

@@ -52,7 +52,7 @@ def send(
 
 
 def receive(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return the next frame. Raises Closed at the end, TimeoutError past the socket's time-out."""
+    """The next frame. Raises Closed at the end, TimeoutError past the socket's time-out."""
     descriptors = array.array("i")
     try:
         head, ancillary, _, _ = link.recvmsg(_LENGTH.size, socket.CMSG_SPACE(16))
@@ -70,7 +70,7 @@ def receive(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _pack(message: dict[str, Any], blobs: Sequence[bytes]) -> tuple[bytes, bytes]:
-    """Return the length of the JSON, and the rest of the frame."""
+    """The length of the JSON, and the rest of the frame."""
     if blobs:
         message = message | {"blobs": [len(blob) for blob in blobs]}
     body = json.dumps(message).encode()
@@ -130,7 +130,7 @@ class Pipe:
                 raise Closed from None
 
     def receive(self) -> dict[str, Any]:
-        """Return the next frame. Raises Closed at the end and Malformed for what is no frame."""
+        """The next frame. Raises Closed at the end and Malformed for what is no frame."""
         try:
             return _body(self._read, _exactly(self._read, _LENGTH.size), self._most)
         except ConnectionResetError:

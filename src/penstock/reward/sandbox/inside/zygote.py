@@ -109,7 +109,7 @@ class Zygote:
 
 
 def _make_stdin(text: str) -> int:
-    """Return a sealed file in memory, which can only be read."""
+    """A sealed file in memory, which can only be read."""
     descriptor = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
     data = memoryview(text.encode("utf-8", "surrogatepass"))
     while data:
@@ -134,7 +134,7 @@ class TimeLimit:
         self._ran_at_s = 0.0  # wall time when it last grew
 
     def left(self, wall_s: float) -> float:
-        """Return the seconds until this is to be asked again; 0 if the time is over."""
+        """The seconds until this is to be asked again; 0 if the time is over."""
         if self._steps_back_s is None:
             return max(0.0, self._limit_s - wall_s)
         used_s = self._used_s()
