@@ -148,7 +148,7 @@ async def write_with_two_ranks(
         await broken.begin(trainer)
         report = await trainer.train(batches[3])  # rank 0 cannot write during this time
         assert report.step == 4
-        os.kill(trainer._supervised.worker._ranks[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        os.kill(trainer.supervised.worker._ranks[0].pid, signal.SIGKILL)  # type: ignore[union-attr]
         await broken.settle()
         with pytest.raises(WorkerDied, match="trainer-0: the worker ended unexpectedly"):
             await trainer.identity()
