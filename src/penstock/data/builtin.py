@@ -21,12 +21,12 @@ SPLITS = ("train", "heldout")
 
 
 def is_heldout(a: int, b: int) -> bool:
-    """Return whether a sum is kept for evaluation; a+b and b+a always fall on the same side."""
+    """Whether a sum is kept for evaluation; a+b and b+a always fall on the same side."""
     return _pair_hash(min(a, b), max(a, b)) < HELDOUT_SHARE
 
 
 def addition(split: str, *, low: int = 10, high: int = 99, size: int = 0) -> list[Record]:
-    """Return the sums a+b with low <= a, b <= high of one split; `size` 0 returns all of them."""
+    """The sums a+b with low <= a, b <= high of one split; `size` 0 returns all of them."""
     if not 0 <= low <= high <= 9999:
         raise UserError(f"addition: got low={low} high={high}, allowed: 0 <= low <= high <= 9999")
     if (high - low + 1) ** 2 > 1_000_000:
@@ -49,7 +49,7 @@ def _pair_hash(a: int, b: int, salt: str = "split") -> float:
 
 
 def hash_fraction(text: str) -> float:
-    """Return a number in [0, 1) that depends on the text alone, the same on every machine."""
+    """A number in [0, 1) that depends on the text alone, the same on every machine."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
@@ -58,12 +58,12 @@ TASKS: dict[str, Callable[..., list[Record]]] = {"addition": addition}
 
 
 def is_builtin(name: str) -> bool:
-    """Return whether `name`, with or without a split, names a built-in task."""
+    """Whether `name`, with or without a split, names a built-in task."""
     return name.partition(":")[0] in TASKS
 
 
 def load(name: str, options: dict[str, Any]) -> list[Record]:
-    """Return the records of `NAME` or `NAME:SPLIT`, made with the task's own options."""
+    """The records of `NAME` or `NAME:SPLIT`, made with the task's own options."""
     task, _, split = name.partition(":")
     split = split or "train"
     if split not in SPLITS:

@@ -64,7 +64,7 @@ def _check_folder(path: str | Path) -> None:
 
 
 def _model_end_ids(tokenizer: Any) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of the model beside a tokenizer; a chat model may have several."""
+    """The end-of-sequence ids of the model beside a tokenizer; a chat model may have several."""
     source = str(getattr(tokenizer, "name_or_path", "") or "")
     if not source:
         return ()
@@ -88,7 +88,7 @@ def _hub_end_ids(name: str) -> Any:
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its text as a list of one part."""
+    """A message with its text as a list of one part."""
     content = message.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     return {**message, "content": parts}
@@ -137,7 +137,7 @@ class ChatTemplate:
         system_prompt: str = "",
         arguments: Mapping[str, Any] | None = None,
     ) -> np.ndarray:
-        """Return the prompt's ids, int32, up to where the assistant's answer begins."""
+        """The prompt's ids, int32, up to where the assistant's answer begins."""
         return self.encode_many([messages], system_prompt, arguments)[0]
 
     def encode_many(
@@ -155,7 +155,7 @@ class ChatTemplate:
         return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
     def encode_rendered(self, text: str) -> np.ndarray:
-        """Return the ids of one rendered prompt, int32, as `encode` makes them."""
+        """The ids of one rendered prompt, int32, as `encode` makes them."""
         ids = self.tokenizer(text, add_special_tokens=not self.has_template, verbose=False)
         return np.asarray(ids["input_ids"], dtype=np.int32)
 
@@ -165,7 +165,7 @@ class ChatTemplate:
         system_prompt: str = "",
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt as text; add the system prompt if the messages have none.
+        """The prompt as text; add the system prompt if the messages have none.
 
         `arguments` are variables of the chat template, such as enable_thinking.
         """
@@ -220,12 +220,12 @@ class ChatTemplate:
         return str(text)
 
     def encode_text(self, text: str) -> np.ndarray:
-        """Return the ids of plain text, int32, with nothing added (tool results, text streams)."""
+        """The ids of plain text, int32, with nothing added (tool results, text streams)."""
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return np.asarray(ids, dtype=np.int32)
 
     def decode_prompt(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return a prompt as the model got it, with every special token."""
+        """A prompt as the model got it, with every special token."""
         return str(
             self.tokenizer.decode(
                 [int(token) for token in ids],
@@ -235,7 +235,7 @@ class ChatTemplate:
         )
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the response text as rewards see it.
+        """The response text as rewards see it.
 
         Begin, end and padding tokens are dropped; other special tokens, such as think tags, stay.
         """

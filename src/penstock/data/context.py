@@ -13,7 +13,7 @@ from penstock.errors import UserError
 
 
 def context_length(model: str) -> int | None:
-    """Return the most tokens of a sequence; None if the model does not say or is not on this machine."""
+    """The most tokens of a sequence; None if the model does not say or is not on this machine."""
     path = Path(resolve_model_path(model)) / "config.json"
     if not path.is_file():
         from huggingface_hub import try_to_load_from_cache

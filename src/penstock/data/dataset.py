@@ -100,7 +100,7 @@ class Dataset:
 
 
 def _content_key(example: Example, token_ids: np.ndarray) -> str:
-    """Return eight hex digits that depend on all of a prompt but its place in the file."""
+    """Eight hex digits that depend on all of a prompt but its place in the file."""
     others = {
         k: v
         for k, v in example.extra.items()
@@ -161,7 +161,7 @@ def _naming_key(name: str, task: TaskDataConfig) -> Iterator[None]:
 def _tokenize(
     examples: Sequence[Example], chat: ChatTemplate, task: TaskDataConfig
 ) -> list[np.ndarray | None]:
-    """Return the ids of every prompt; None for a text that is too long whatever its tokens are.
+    """The ids of every prompt; None for a text that is too long whatever its tokens are.
 
     The tokenizer needs some hundred bytes for each character, so such a text is not given to it.
     """
@@ -201,7 +201,7 @@ def _check_lengths(
     examples: Sequence[Example],
     token_ids: Sequence[np.ndarray | None],
 ) -> list[bool]:
-    """Return which prompts fit; raise a UserError if none does."""
+    """Which prompts fit; raise a UserError if none does."""
     fits = [ids is not None and len(ids) <= task.max_prompt_tokens for ids in token_ids]
     num_long = fits.count(False)
     if num_long and num_long == len(fits):
@@ -216,7 +216,7 @@ def _check_lengths(
 
 
 def task_needs_answer(task: TaskDataConfig) -> bool:
-    """Return whether a built-in reward of the task needs a known answer or test cases.
+    """Whether a built-in reward of the task needs a known answer or test cases.
 
     An agent gives its own reward, unless the task names rewards.
     """
@@ -226,7 +226,7 @@ def task_needs_answer(task: TaskDataConfig) -> bool:
 
 
 def gives_own_reward(task: TaskDataConfig) -> bool:
-    """Return whether the task has an agent and names no rewards: then the agent gives the reward."""
+    """Whether the task has an agent and names no rewards: then the agent gives the reward."""
     return task.agent != "single_turn" and task.rewards == [RewardConfig()]
 
 
@@ -281,7 +281,7 @@ def read_examples(
 
 
 def _with_columns(record: object, columns: Mapping[str, str]) -> object:
-    """Return the record with the fields that `columns` names; a field that is renamed leaves its old name."""
+    """The record with the fields that `columns` names; a field that is renamed leaves its old name."""
     if not columns or not isinstance(record, dict):
         return record
     moved = {path for path in columns.values() if path in record}
@@ -311,7 +311,7 @@ def _names(fields: Iterable[str]) -> str:
 
 
 def ground_truth(gt_answer: str | None, extra: Mapping[str, Any]) -> Any:
-    """Return what verl's layout has as the answer, of any type; else the answer."""
+    """What verl's layout has as the answer, of any type; else the answer."""
     holder = extra.get(VERL_ANSWER[0])
     found = holder.get(VERL_ANSWER[1]) if isinstance(holder, dict) else None
     return gt_answer if found is None else found
@@ -358,7 +358,7 @@ def _parse_record(
 
 
 def _chosen(fields: Sequence[str], columns: Mapping[str, str]) -> Sequence[str]:
-    """Return the field among these that `columns` names; all of them if it names none."""
+    """The field among these that `columns` names; all of them if it names none."""
     return [name for name in fields if name in columns] or fields
 
 
@@ -391,7 +391,7 @@ def _parse_messages(name: str, value: object) -> tuple[dict[str, Any], ...]:
 
 
 def _parse_answer(record: dict[str, Any], columns: Mapping[str, str]) -> str | None:
-    """Return the answer of the first answer field, or of verl's layout; None if there is none."""
+    """The answer of the first answer field, or of verl's layout; None if there is none."""
     name = _first_present(record, _chosen(ANSWER_FIELDS, columns))
     if name is None:
         value = ground_truth(None, record)
@@ -429,7 +429,7 @@ def _parse_test_cases(value: object) -> dict[str, Any] | None:
 
 
 def _kind(value: object) -> str:
-    """Return the JSON type of a value, for messages."""
+    """The JSON type of a value, for messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
     if value is None:
         return "null"

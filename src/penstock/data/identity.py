@@ -48,7 +48,7 @@ _TOKENIZER_FILES = (
 
 
 def absolute_paths(config: Config) -> Config:
-    """Return the config with absolute paths, so that it names the same files in any directory.
+    """The config with absolute paths, so that it names the same files in any directory.
 
     run.dir stays as it is: nothing reads it once the folder is made, and the folder may be moved.
     """
@@ -93,7 +93,7 @@ def _own_files_absolute(value: Any, *, in_options: bool = False) -> Any:
 
 
 def measure(config: Config, datasets: Mapping[str, Dataset] | None = None) -> dict[str, str]:
-    """Return the facts of what the config names; `datasets`, by key, have been loaded already.
+    """The facts of what the config names; `datasets`, by key, have been loaded already.
 
     Other files are hashed, if they exist; other generated data is left out.
     """
@@ -109,13 +109,13 @@ def measure(config: Config, datasets: Mapping[str, Dataset] | None = None) -> di
 
 
 def _machine() -> str:
-    """Return the CPU cores and GPUs that the driver's machine has."""
+    """The CPU cores and GPUs that the driver's machine has."""
     gpus = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
     return json.dumps({"cpus": len(os.sched_getaffinity(0)), "gpus": gpus})
 
 
 def _files(config: Config) -> dict[str, tuple[str, list[Path]]]:
-    """Return the data that names files, and these files, by key, such as `tasks.math.data`; none: gone."""
+    """The data that names files, and these files, by key, such as `tasks.math.data`; none: gone."""
     named: dict[str, tuple[str, dict[str, Any], str]] = {}
     for name, task in config.tasks.items():
         named[f"tasks.{name}.data"] = (task.data, task.data_options, "train")
@@ -173,7 +173,7 @@ def _finder(source: str) -> Callable[[str], Path | None]:
 
 
 def code_fact(config: Config) -> dict[str, str]:
-    """Return the versions of Penstock, Python and libraries, and hashes of the user's own files."""
+    """The versions of Penstock, Python and libraries, and hashes of the user's own files."""
     versions = dict(_installed())
     for path in sorted(set(_own_files(config.model_dump()))):
         versions[path] = file_content(Path(path)).sha256[:12]
@@ -186,7 +186,7 @@ def code_fact(config: Config) -> dict[str, str]:
 
 @functools.cache
 def _installed() -> dict[str, str]:
-    """Return the versions of what this process runs, read once: files that change later are not run."""
+    """The versions of what this process runs, read once: files that change later are not run."""
     versions = {"penstock": __version__, "penstock source": _source_hash()}
     versions["python"] = platform.python_version()
     for name in _LIBRARIES:
@@ -234,7 +234,7 @@ def _brief(fact: dict[str, Any]) -> str:
 
 
 def changed_code(recorded: Facts, found: Facts) -> str:
-    """Return a phrase for the code that changed; empty if none did or none was recorded."""
+    """A phrase for the code that changed; empty if none did or none was recorded."""
     before = json.loads(recorded.get(CODE, "{}"))
     after = json.loads(found.get(CODE, "{}")) if before else {}
     changes = [
@@ -259,7 +259,7 @@ def check_files(folder: RunFolder, config: Config, accept_changes: bool) -> None
 def check_content(
     folder: RunFolder, config: Config, record: Facts, found: Facts, accept_changes: bool
 ) -> list[str]:
-    """Return what has other content than the journal's record says; refuse it unless changes are accepted.
+    """What has other content than the journal's record says; refuse it unless changes are accepted.
 
     Data of an evaluation for which the user named another source is no difference.
     """
@@ -281,7 +281,7 @@ def check_content(
 
 
 def check_copy(folder: RunFolder, wanted: Config) -> list[str]:
-    """Return a note if config.toml is lost; refuse one that was edited, since edits have no effect."""
+    """A note if config.toml is lost; refuse one that was edited, since edits have no effect."""
     wrong = folder.edited_copy(wanted)
     if not wrong or not folder.record():
         return []
@@ -294,7 +294,7 @@ def check_copy(folder: RunFolder, wanted: Config) -> list[str]:
 
 
 def differences(folder: RunFolder) -> list[str]:
-    """Return notes on what is no longer as in the run, for a replay or a fork of its journal.
+    """Notes on what is no longer as in the run, for a replay or a fork of its journal.
 
     They train on the journal's prompts and settings; only the text stream of train.ptx is read again.
     """

@@ -14,7 +14,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def count_overlap(training: Iterable[Messages], problems: Iterable[Messages]) -> int:
-    """Return how many of the problems are among the training prompts."""
+    """How many of the problems are among the training prompts."""
     wanted = [_fingerprint(messages) for messages in problems]
     known = set(wanted)
     trained = {mark for messages in training if (mark := _fingerprint(messages)) in known}

@@ -22,7 +22,7 @@ MAX_TRIES_PER_PROBLEM = 40
 
 
 def load(name: str, options: dict[str, Any], seed: int) -> list[Record]:
-    """Return `size` records of one generator; options: size, seed, the generator's own settings."""
+    """`size` records of one generator; options: size, seed, the generator's own settings."""
     generator, split = _parse(name)
     size = _size(name, options)
     problems = _create(name, generator, {"seed": seed, **options}, size * MAX_TRIES_PER_PROBLEM)
@@ -48,7 +48,7 @@ def validate(name: str, options: dict[str, Any]) -> None:
 
 
 def score(response: str, prompt: Prompt) -> float:
-    """Return the generator's own score, in [0, 1], of the text in the answer tags. A reward.
+    """The generator's own score, in [0, 1], of the text in the answer tags. A reward.
 
     Meant for problems with more than one right answer. Without answer tags it judges the whole response.
     """
@@ -106,7 +106,7 @@ def _import_package(name: str) -> Any:
 
 
 def _record(generator: str, item: dict[str, Any]) -> Record:
-    """Return a dataset line; its metadata is plain JSON, so that it can be journalled."""
+    """A dataset line; its metadata is plain JSON, so that it can be journalled."""
     metadata = json.loads(json.dumps(item["metadata"], default=str))
     return {
         "messages": [{"role": "user", "content": item["question"]}],

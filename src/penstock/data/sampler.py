@@ -36,19 +36,19 @@ class PromptsExhausted(RunError):
 
 
 def stable_hash(*parts: object) -> int:
-    """Return 63 bits that depend only on the parts, the same on every machine."""
+    """63 bits that depend only on the parts, the same on every machine."""
     text = "\x1f".join(map(str, parts))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def rollout_seed(run_seed: int, group_id: str, index: int, tries: int) -> int:
-    """Return the seed of one rollout's random stream, which depends only on its identity."""
+    """The seed of one rollout's random stream, which depends only on its identity."""
     return stable_hash(run_seed, group_id, index, tries)
 
 
 def epoch_order(run_seed: int, task_name: str, epoch: int, size: int) -> np.ndarray:
-    """Return the order in which an epoch draws the prompts of a task, as indices of the dataset."""
+    """The order in which an epoch draws the prompts of a task, as indices of the dataset."""
     return np.random.default_rng(stable_hash(run_seed, task_name, "epoch", epoch)).permutation(size)
 
 
@@ -97,7 +97,7 @@ class Sampler:
         return group
 
     def group_at(self, cursor: int) -> Group:
-        """Return the group of that cursor, not yet generated; the sampler does not move."""
+        """The group of that cursor, not yet generated; the sampler does not move."""
         size = len(self._dataset)
         if not size:
             raise UserError(
@@ -111,7 +111,7 @@ class Sampler:
         return self.group_of(cursor, self._dataset[int(self._orders[epoch][position])])
 
     def group_of(self, cursor: int, prompt: Prompt) -> Group:
-        """Return the group that was drawn at a cursor with this prompt, not yet generated."""
+        """The group that was drawn at a cursor with this prompt, not yet generated."""
         group_id = f"{self.task_name}:{cursor}"
         rollouts = [
             Rollout(

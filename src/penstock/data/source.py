@@ -83,7 +83,7 @@ def file_content(*paths: Path) -> Content:
 
 
 def hub_name(data: str) -> str | None:
-    """Return the hub name that `data` stands for: `hub:NAME`, or owner/name that is no path here."""
+    """The hub name that `data` stands for: `hub:NAME`, or owner/name that is no path here."""
     if data.startswith(HUB):
         return data.removeprefix(HUB)
     path = Path(data)
@@ -92,13 +92,13 @@ def hub_name(data: str) -> str | None:
 
 
 def names_files(data: str) -> bool:
-    """Return whether `data` names files: no built-in task, no generator, no hub dataset."""
+    """Whether `data` names files: no built-in task, no generator, no hub dataset."""
     generated = data.startswith(reasoning_gym.PREFIX) or builtin.is_builtin(data)
     return not generated and hub_name(data) is None
 
 
 def find_files(data: str, options: Mapping[str, Any], default_split: str = "") -> list[Path]:
-    """Return the files of a file, folder or glob, in order; raise a UserError if there are none."""
+    """The files of a file, folder or glob, in order; raise a UserError if there are none."""
     path = Path(data).expanduser()
     is_folder = path.is_dir()
     allowed = ("split",) if is_folder else ()
@@ -145,13 +145,13 @@ def _files_of_folder(folder: Path, split: str, default_split: str) -> list[Path]
 
 
 def _split_of(path: Path) -> str:
-    """Return the split that a file's name or its folder's name begins with, such as train-00000."""
+    """The split that a file's name or its folder's name begins with, such as train-00000."""
     found = [match[1] for part in path.parts[::-1] if (match := _SPLIT.match(part))]
     return found[0] if found else ""
 
 
 def choose_split(data: str, splits: Iterable[str], split: str, default: str) -> str:
-    """Return the split to read; raise a UserError if it is not there, or if several are."""
+    """The split to read; raise a UserError if it is not there, or if several are."""
     names = list(splits)
     if split in names:
         return split
@@ -186,7 +186,7 @@ class Records:
         return self._parts.content()
 
     def place(self, number: int) -> str:
-        """Return where a record is, for messages: `data FILE line N`."""
+        """Where a record is, for messages: `data FILE line N`."""
         index = bisect.bisect_left(self._starts, number, key=lambda start: start[0]) - 1
         before, name, unit = self._starts[max(index, 0)]
         return f"data {name} {unit} {number - before}"
@@ -242,7 +242,7 @@ class Records:
 
 
 def plain(value: object) -> object:
-    """Return a value as JSON holds it: NaN becomes null, a date its text, bytes their number."""
+    """A value as JSON holds it: NaN becomes null, a date its text, bytes their number."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

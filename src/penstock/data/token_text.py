@@ -12,7 +12,7 @@ from typing import Any
 
 
 def _byte_of_letter() -> dict[str, int]:
-    """Return the byte that each letter stands for in a byte-level vocabulary (that of GPT-2)."""
+    """The byte that each letter stands for in a byte-level vocabulary (that of GPT-2)."""
     shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in shown]
     moved = {chr(256 + place): byte for place, byte in enumerate(hidden)}
@@ -47,7 +47,7 @@ class TokenText(dict[int, bytes]):
         return made
 
     def join(self, token_ids: list[int]) -> str:
-        """Return the text of the ids; bytes that are no UTF-8 become the replacement character."""
+        """The text of the ids; bytes that are no UTF-8 become the replacement character."""
         if (size := self._count_tokens()) != self._size:  # tokens were added: read all again
             self.clear()
             self.update(self._dropped)
@@ -56,7 +56,7 @@ class TokenText(dict[int, bytes]):
 
 
 def has_table(backend: Any) -> bool:
-    """Return whether this file knows how a tokenizer of the tokenizers package decodes each token by itself."""
+    """Whether this file knows how a tokenizer of the tokenizers package decodes each token by itself."""
     return _kind(backend) in _DECODERS
 
 

@@ -91,7 +91,7 @@ class CheckpointStore:
         return None if self._last is None else self._last.step
 
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due, by steps or by minutes."""
+        """Whether a checkpoint is due, by steps or by minutes."""
         every, minutes = self._settings.every_steps, self._settings.every_minutes
         late = minutes > 0 and self._clock() - self._begun_at >= 60 * minutes
         return late or (every > 0 and step % every == 0)
@@ -161,16 +161,16 @@ class CheckpointStore:
         return found
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest valid checkpoint, or None."""
+        """The newest valid checkpoint, or None."""
         return self.search().checkpoint
 
     def newest_model(self) -> Path | None:
-        """Return the model folder of the newest complete checkpoint; its files are not read."""
+        """The model folder of the newest complete checkpoint; its files are not read."""
         models = (path / "model" for path in self._paths() if (path / MANIFEST).is_file())
         return next(models, None)
 
     def oldest(self, first_step: int) -> Checkpoint | None:
-        """Return the oldest valid checkpoint of `first_step` or later, or None."""
+        """The oldest valid checkpoint of `first_step` or later, or None."""
         for path in reversed(self._paths()):
             if _step_of(path) >= first_step:
                 with contextlib.suppress(RunError):
@@ -190,7 +190,7 @@ class CheckpointStore:
         return moved
 
     def _paths(self) -> list[Path]:
-        """Return the checkpoints by name, the newest first, whole or not."""
+        """The checkpoints by name, the newest first, whole or not."""
         ours = (path for path in self._folder.glob("step-*") if _CHECKPOINT.fullmatch(path.name))
         return sorted(ours, key=_step_of, reverse=True)
 
@@ -257,7 +257,7 @@ class CheckpointStore:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint at `path`; raise RunError if a file is missing or damaged."""
+    """The checkpoint at `path`; raise RunError if a file is missing or damaged."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         if manifest.pop("seal") != _seal_of(manifest):

@@ -74,18 +74,18 @@ class RunFolder:
         return self.logs / "recompute"
 
     def record(self) -> dict[str, str]:
-        """Return what the journal holds about the run's identity; empty before its first record."""
+        """What the journal holds about the run's identity; empty before its first record."""
         if not self.journal.is_file() or is_empty(self.journal):
             return {}
         with contextlib.closing(Journal.look(self.journal)) as journal:
             return journal.read_identity()
 
     def config(self) -> Config:
-        """Return the config in force."""
+        """The config in force."""
         return self.eras()[-1].config
 
     def eras(self, record: Mapping[str, str] | None = None) -> list[Era]:
-        """Return the configs that were in force, in order; the last one has no end.
+        """The configs that were in force, in order; the last one has no end.
 
         `record`: what `record()` returned, if it was read already.
         """
@@ -129,11 +129,11 @@ class RunFolder:
                 write_whole(self.path / name, copy)
 
     def has_copy(self) -> bool:
-        """Return whether config.toml is there and not empty."""
+        """Whether config.toml is there and not empty."""
         return bool(_text_of(self.path / CONFIG).strip())
 
     def edited_copy(self, wanted: Config) -> str:
-        """Return what is wrong with config.toml in a phrase; empty if it agrees with the journal.
+        """What is wrong with config.toml in a phrase; empty if it agrees with the journal.
 
         It may also hold `wanted`, or an earlier config: a kill came between the journal and the copy.
         """
@@ -151,12 +151,12 @@ class RunFolder:
         return f"{CONFIG} was edited ({first}{others})"
 
     def _inside(self, config: Config) -> Config:
-        """Return the config as it is kept: data in this folder is named without the folder."""
+        """The config as it is kept: data in this folder is named without the folder."""
         here = f"{os.path.abspath(self.path)}/"
         return _map_data(config, lambda data: re.sub(f"^{re.escape(here)}", _INSIDE, data))
 
     def _outside(self, config: Config) -> Config:
-        """Return a kept config with the place that data in this folder has now."""
+        """A kept config with the place that data in this folder has now."""
         here = f"{os.path.abspath(self.path)}/"
         return _map_data(config, lambda data: re.sub(f"^{_INSIDE}", lambda _: here, data))
 
@@ -184,7 +184,7 @@ class RunFolder:
                 file.truncate(0)  # a lock that names a process and that nobody holds: a kill
 
     def owner(self) -> Owner:
-        """Return whether a process trains the run now, or left it without an end."""
+        """Whether a process trains the run now, or left it without an end."""
         try:
             descriptor = os.open(self.path / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
@@ -206,7 +206,7 @@ class RunFolder:
             )
 
     def origin(self) -> Origin | None:
-        """Return where a fork's rollouts came from; None if the run generated its own."""
+        """Where a fork's rollouts came from; None if the run generated its own."""
         path = self.path / ORIGIN
         return Origin(**json.loads(path.read_text())) if path.is_file() else None
 
@@ -254,7 +254,7 @@ class Era:
 
 
 def _map_data(config: Config, change: Callable[[str], str]) -> Config:
-    """Return the config with a change of every task's `data`."""
+    """The config with a change of every task's `data`."""
     given = (*config.tasks.values(), *config.eval.tasks.values())
     if all(change(task.data) == task.data for task in given):
         return config
@@ -282,7 +282,7 @@ def _text_of(path: Path) -> str:
 
 
 def _copy(config: Config) -> str:
-    """Return the text of a copy for people."""
+    """The text of a copy for people."""
     return (
         "# A copy for people. The settings in force are in journal.db; change one with: "
         f"penstock resume RUN KEY=VALUE\n{to_toml(config)}"
@@ -395,7 +395,7 @@ def remove(folder: RunFolder) -> None:
 
 
 def has_progress(path: Path) -> bool:
-    """Return whether the folder holds groups, metrics or checkpoints, which a removal would destroy."""
+    """Whether the folder holds groups, metrics or checkpoints, which a removal would destroy."""
     metrics = path / METRICS
     told = metrics.exists() and metrics.stat().st_size > 0
     return told or any((path / "checkpoints").glob("step-*")) or _has_groups(path / JOURNAL)

@@ -61,7 +61,7 @@ class DiskWatch:
         self._first = first
 
     def forecast(self, steps_done: int) -> str:
-        """Return what the rest of the run will write, at most, and what is free, in one line."""
+        """What the rest of the run will write, at most, and what is free, in one line."""
         journal = (self._total - steps_done) * _step_bytes(self._config)
         checkpoint, keep = self._checkpoint_bytes(), self._config.checkpoint.keep + 1
         free = self._free(self._folder)
@@ -74,7 +74,7 @@ class DiskWatch:
         return f"{'warning: ' if short else ''}disk: {written}; {size_text(free)} are free"
 
     def look(self, step: int) -> DiskSpace:
-        """Return what is free before a step, and what will be written next."""
+        """What is free before a step, and what will be written next."""
         size = self._journal_bytes()
         if self._first is None:
             self._first = step, size
@@ -93,7 +93,7 @@ class DiskWatch:
         return sum(_bytes_of(self._folder / name) for name in ("journal.db", "journal.db-wal"))
 
     def _checkpoint_bytes(self) -> int:
-        """Return the size of a checkpoint of this run; before there is one, an estimate."""
+        """The size of a checkpoint of this run; before there is one, an estimate."""
         if self._measured:
             return self._checkpoint
         made = next((self._folder / "checkpoints").glob("step-*"), None)
@@ -112,14 +112,14 @@ def _bytes_of(path: Path) -> int:
 
 
 def _step_bytes(config: Config) -> int:
-    """Return the most that one step adds to the journal."""
+    """The most that one step adds to the journal."""
     tasks = [config.task_sampling(name) for name in config.tasks]
     group = max(task.num_generations * (ROLLOUT + TOKEN * task.max_tokens) for task in tasks)
     return group * config.train.groups_per_step
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the size of a checkpoint from the model's safetensors files; 0 if there are none."""
+    """The size of a checkpoint from the model's safetensors files; 0 if there are none."""
     folder = _model_folder(config.model.path)
     parameters = sum(_parameters(path) for path in folder.glob("*.safetensors"))
     each = 2 if config.model.dtype in ("bfloat16", "float16") else 4
@@ -128,7 +128,7 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def _model_folder(path: str) -> Path:
-    """Return the folder with the model's files: its own, or the hub's cache."""
+    """The folder with the model's files: its own, or the hub's cache."""
     folder = Path(resolve_model_path(path))
     if folder.is_dir():
         return folder
@@ -161,7 +161,7 @@ _MACHINE, _LIMIT, _USED = (
 
 
 def available_mib() -> float | None:
-    """Return the MiB that processes can still get; None where the system does not tell."""
+    """The MiB that processes can still get; None where the system does not tell."""
     found = [value for value in (_of_machine(), _of_container()) if value is not None]
     return min(found, default=None)
 

@@ -34,7 +34,7 @@ _TEXTS = ("data", "system_prompt", "tags", "stop", "name", "group", "project")  
 
 
 def acts_of(configs: Iterable[Config], folder: Path) -> list[str]:
-    """Return what running these configs does beyond training: code, servers, secrets, clusters."""
+    """What running these configs does beyond training: code, servers, secrets, clusters."""
     acts: set[str] = set()
     for config in configs:
         tree = config.model_dump(mode="json")
@@ -58,7 +58,7 @@ def sign_config(folder: Path, config: Config) -> None:
 
 
 def acts_on_files(folder: Path) -> list[str]:
-    """Return what continuing the run does to files: pickles it would load, links it would follow."""
+    """What continuing the run does to files: pickles it would load, links it would follow."""
     pickles = [
         f"load the pickle {path.relative_to(folder)}"
         for path in folder.glob("checkpoints/step-*/**/*")
@@ -73,7 +73,7 @@ def acts_on_files(folder: Path) -> list[str]:
 
 
 def check(folder: Path, acts: Sequence[str], *, trust: bool = False) -> None:
-    """Return if this user has allowed all acts, or allows them now; then they are signed."""
+    """If this user has allowed all acts, or allows them now; then they are signed."""
     unknown = [act for act in acts if not _is_signed(folder, act)]
     if not unknown:
         return
@@ -236,7 +236,7 @@ def _signatures(folder: Path) -> set[str]:
 
 
 def _key(*, make: bool) -> bytes:
-    """Return this user's key; raise OSError if there is none (and none can be made)."""
+    """This user's key; raise OSError if there is none (and none can be made)."""
     home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     if not os.path.isabs(home):
         raise FileNotFoundError("no home folder")

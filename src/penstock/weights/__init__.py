@@ -19,7 +19,7 @@ SYNC_KINDS = {  # what each launcher can use; `auto` is the first
 
 
 def sync_kind(config: Config) -> str:
-    """Return the weight sync of a built-in launcher; raise a UserError if `sync.kind` does not fit it."""
+    """The weight sync of a built-in launcher; raise a UserError if `sync.kind` does not fit it."""
     kind, allowed = config.sync.kind, SYNC_KINDS[config.launch.kind]
     if kind == "auto":
         return allowed[0]

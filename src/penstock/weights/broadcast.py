@@ -58,7 +58,7 @@ class WeightGroup:
             self._broadcast(tensor.detach().contiguous())
 
     def receive(self, shapes: Iterable[Shape], device: str = "cpu") -> dict[str, torch.Tensor]:
-        """Return the tensors that rank 0 sends next, on `device`."""
+        """The tensors that rank 0 sends next, on `device`."""
         received = {}
         for name, dtype, shape in shapes:
             received[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
@@ -121,7 +121,7 @@ def connect_store(address: str, port: int, timeout_s: float) -> Any:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether only processes of this machine can reach the address."""
+    """Whether only processes of this machine can reach the address."""
     try:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:

@@ -191,7 +191,7 @@ class BufferReader:
 
 
 def _numbers(memory: mmap.mmap) -> memoryview:
-    """Return the header as numbers, each read and written at once.
+    """The header as numbers, each read and written at once.
 
     `struct.pack_into` writes a zero before the number, which a reader may see.
     """
@@ -206,7 +206,7 @@ def _open(path: Path, name: str) -> int:
 
 
 def _cached_map(maps: dict[str, mmap.mmap], path: Path, name: str, size: int) -> mmap.mmap:
-    """Return the mapping of this file; map it again if the file or its size has changed.
+    """The mapping of this file; map it again if the file or its size has changed.
 
     The mapping opens the file by itself, because it would keep a lock taken on the same descriptor.
     """

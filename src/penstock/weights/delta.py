@@ -20,7 +20,7 @@ _MOST_SHARE = 0.3  # of the words: above it a delta is hardly smaller, and slow 
 
 
 def encode(base: np.ndarray, new: np.ndarray) -> bytes | None:
-    """Return the delta from one array of bytes to another of its size; None if the whole is smaller."""
+    """The delta from one array of bytes to another of its size; None if the whole is smaller."""
     changed, change = _changes(base, new)
     if len(changed) > _MOST_SHARE * len(new) / 2:
         return None
@@ -32,7 +32,7 @@ def encode(base: np.ndarray, new: np.ndarray) -> bytes | None:
 
 
 def _changes(base: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the 16-bit words that differ, and by how much; four words at a time are compared first."""
+    """The 16-bit words that differ, and by how much; four words at a time are compared first."""
     rest = len(new) // 8 * 8
     old_fours, new_fours = base[:rest].view(np.uint64), new[:rest].view(np.uint64)
     fours = np.flatnonzero(old_fours != new_fours)
@@ -68,7 +68,7 @@ def _compressed(octets: np.ndarray, strategy: int) -> bytes:
 
 
 def _bytes_of(numbers: np.ndarray) -> np.ndarray:
-    """Return numbers as bytes: a 255 for each 255 in the number, then what is left."""
+    """Numbers as bytes: a 255 for each 255 in the number, then what is left."""
     large = np.flatnonzero(numbers >= _RUN)
     if not len(large):
         return numbers.astype(np.uint8)

@@ -73,11 +73,11 @@ class DeviceMemory:
         weakref.finalize(self, _free, device, self._pointer).atexit = False
 
     def tensor(self, size: int) -> tuple[torch.Tensor, object]:
-        """Return the first `size` bytes, and an object that lives as long as this tensor and its views."""
+        """The first `size` bytes, and an object that lives as long as this tensor and its views."""
         return _tensor(self._pointer, size, self._device, self)
 
     def export(self) -> DeviceHandle:
-        """Return the handle by which other processes of this machine open the memory."""
+        """The handle by which other processes of this machine open the memory."""
         handle = _Handle()
         with _context(self._device):
             code = _driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(self._pointer))
@@ -126,7 +126,7 @@ class OpenedMemories:
         self._by_path: dict[str, tuple[DeviceHandle, OpenedMemory]] = {}
 
     def open(self, path: str, handle: DeviceHandle) -> OpenedMemory | DeviceMemory:
-        """Return the memory of the buffer at `path`; a new handle there closes the previous memory.
+        """The memory of the buffer at `path`; a new handle there closes the previous memory.
 
         The driver does not open memory in the process that owns it, so that case returns the owner's.
         """
@@ -160,7 +160,7 @@ def share_on_device(
 
 
 def read_device(handle: list[str], entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the weights that another process shared with `share_on_device`, as views with no copy."""
+    """The weights that another process shared with `share_on_device`, as views with no copy."""
     uuid, octets, size = handle
     opened, _ = OpenedMemory(DeviceHandle(uuid, bytes.fromhex(octets))).tensor(int(size))
     return views(opened, entries)
@@ -171,7 +171,7 @@ def _uuid(device: torch.device) -> str:
 
 
 def _device_of(uuid: str) -> torch.device:
-    """Return the GPU with this UUID under its number in this process."""
+    """The GPU with this UUID under its number in this process."""
     devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
     for device in devices:
         if _uuid(device) == uuid:

@@ -26,12 +26,12 @@ DEVICE_CHUNK_BYTES = 32 << 20  # the same on a GPU: enough to keep all of it bus
 
 
 def digest_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Return the digest of named weights, on whatever device they are."""
+    """The digest of named weights, on whatever device they are."""
     return combine_digests(digests_of(weights))
 
 
 def digests_of(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, bytes]:
-    """Return the digest of each tensor by name.
+    """The digest of each tensor by name.
 
     A tensor is let go of when its operations are queued; a GPU is waited for once, at the end.
     """
@@ -54,7 +54,7 @@ def digests_of(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, bytes]:
 
 
 def combine_digests(tensor_digests: dict[str, bytes]) -> str:
-    """Return the digest of a model from those of its tensors, in any order."""
+    """The digest of a model from those of its tensors, in any order."""
     hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for name in sorted(tensor_digests):
         hasher.update(name.encode())
@@ -63,7 +63,7 @@ def combine_digests(tensor_digests: dict[str, bytes]) -> str:
 
 
 def _leaf_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Return two sums for each leaf of a tensor, as [leaves, 2] on its device."""
+    """Two sums for each leaf of a tensor, as [leaves, 2] on its device."""
     import torch
 
     octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -88,7 +88,7 @@ def _leaf_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _keys_on(device: torch.device) -> torch.Tensor:
-    """Return the two odd keys of each place in a leaf: fixed numbers, the same everywhere."""
+    """The two odd keys of each place in a leaf: fixed numbers, the same everywhere."""
     import torch
 
     octets = hashlib.shake_256(b"penstock weights").digest(2 * LEAF_BYTES)

@@ -86,7 +86,7 @@ class Distributor:
         return self._endpoint
 
     async def progress(self) -> int:
-        """Return a number that changes with every bucket, for the watchdog."""
+        """A number that changes with every bucket, for the watchdog."""
         return self._progress
 
     async def remove(self) -> None:
@@ -142,7 +142,7 @@ class Distributor:
     def _connected(
         self, source: WeightHandle, sender: Endpoint, base: Version | None, first: int
     ) -> socket.socket:
-        """Return a connection on which the sender has been asked for every so many-th bucket."""
+        """A connection on which the sender has been asked for every so many-th bucket."""
         link = socket.create_connection((sender.address, sender.port), self._timeout_s)
         where = {key: source.location[key] for key in ("path", "number", "size", "device")}
         request = {

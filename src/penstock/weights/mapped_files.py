@@ -51,7 +51,7 @@ def read_shared(file: str, entries: Iterable[Entry]) -> Iterator[tuple[str, torc
 
 
 def read_folder(folder: str | Path) -> dict[str, torch.Tensor]:
-    """Return all weights of a safetensors folder, mapped."""
+    """All weights of a safetensors folder, mapped."""
     from safetensors.torch import load_file
 
     files = sorted(Path(folder).glob("*.safetensors"))

@@ -24,12 +24,12 @@ def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def model_digest(model: torch.nn.Module) -> str:
-    """Return the digest of the model's current weights."""
+    """The digest of the model's current weights."""
     return digest_of(named_weights(model))
 
 
 def folder_digest(folder: str) -> str:
-    """Return the digest of a safetensors folder; empty if it has none, as a model name on a hub."""
+    """The digest of a safetensors folder; empty if it has none, as a model name on a hub."""
     if not any(Path(folder).glob("*.safetensors")):
         return ""
     return digest_of(read_folder(folder).items())
@@ -40,7 +40,7 @@ def checked_weights(
     source: WeightHandle,
     model: torch.nn.Module | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return the weights of `source`; raise unless they have its digest and fit `model`.
+    """The weights of `source`; raise unless they have its digest and fit `model`.
 
     Tensors are hashed as they arrive, on the model's GPU if it is on one. A folder is read as it is,
     without `fetch`.

@@ -48,7 +48,7 @@ class HostOffload:
 
     @property
     def host_bytes(self) -> int:
-        """Return the size of the host memory that is kept for reuse."""
+        """The size of the host memory that is kept for reuse."""
         return sum(len(chunk) for chunk in self._chunks)
 
     def offload(self) -> None:
@@ -82,7 +82,7 @@ class HostOffload:
         self._offloaded.clear()
 
     def current(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to read or write: the copy on the host while it is offloaded, else itself."""
+        """The tensor to read or write: the copy on the host while it is offloaded, else itself."""
         offloaded = self._offloaded.get(_storage_of(tensor)._cdata)
         if offloaded is None:
             return tensor
@@ -101,7 +101,7 @@ class HostOffload:
         return list(found.values())
 
     def _host_views(self, sizes: list[int]) -> list[torch.Tensor]:
-        """Return host memory of these sizes; no view spans two chunks."""
+        """Host memory of these sizes; no view spans two chunks."""
         if self._offloaded:
             raise AssertionError(
                 "offload: got new tensors while others are offloaded, reload them first"
@@ -127,7 +127,7 @@ def explain_out_of_memory(who: str, advice: str) -> Iterator[None]:
 
 
 def first_sentences(error: torch.OutOfMemoryError) -> str:
-    """Return how much was asked for and how much was free, without the allocator's own advice."""
+    """How much was asked for and how much was free, without the allocator's own advice."""
     return ". ".join(str(error).strip().splitlines()[0].split(". ")[:3]).rstrip(".")
 
 

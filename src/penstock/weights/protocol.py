@@ -45,4 +45,4 @@ class Announcing(WeightSync, Protocol):
     """A path whose handle can be given out before the bytes are written; `fetch` waits for each."""
 
     def announce(self, version: int, digest: str) -> WeightHandle | None:
-        """Return the handle of the next publication; None before the first `publish`."""
+        """The handle of the next publication; None before the first `publish`."""

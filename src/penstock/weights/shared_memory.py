@@ -41,7 +41,7 @@ class SharedMemorySync:
     # ---- the consumer's end
 
     def announce(self, version: int, digest: str) -> WeightHandle | None:
-        """Return the handle of the next publication; None if its layout is not known yet."""
+        """The handle of the next publication; None if its layout is not known yet."""
         if self._layout is None or not CAN_WAIT_FOR_BYTES:
             return None
         self._abandon_announced()

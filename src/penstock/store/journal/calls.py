@@ -141,7 +141,7 @@ def group_of(rollout_id: str) -> str:
 
 
 def encode_call(call: ModelCall, key: str) -> bytes:
-    """Return the ids, log-probs and versions of a call as bytes with a checksum."""
+    """The ids, log-probs and versions of a call as bytes with a checksum."""
     header = _HEADER.pack(_FORMAT, len(call.segments), len(call.context_ids), len(call.token_ids))
     body = b"".join(
         (
@@ -189,5 +189,5 @@ def read_calls(rows: Iterable[tuple]) -> dict[tuple[str, int], list[ModelCall]]:
 
 
 def select_calls(where: str) -> str:
-    """Return the query whose rows `read_calls` takes."""
+    """The query whose rows `read_calls` takes."""
     return f"SELECT {_COLUMNS} FROM call_rows WHERE {where} ORDER BY rollout_id, seed, number"

@@ -58,7 +58,7 @@ _NAMES = {
 
 
 def row_check(*values: Any) -> int:
-    """Return the checksum of a row's values as SQLite returns them: CRC-32 of their marshalled tuple.
+    """The checksum of a row's values as SQLite returns them: CRC-32 of their marshalled tuple.
 
     Marshal's format 2 depends on the values alone and is the fastest encoding (a test pins it).
     """
@@ -66,12 +66,12 @@ def row_check(*values: Any) -> int:
 
 
 def rollout_key(group_id: str, number: int, rollout_id: str) -> str:
-    """Return the key under which a rollout's payload is stored."""
+    """The key under which a rollout's payload is stored."""
     return f"{group_id}|{number}|{rollout_id}"
 
 
 def expression(table: str, **changes: str) -> str:
-    """Return the SQL for a row's checksum; `changes` replaces columns by other expressions."""
+    """The SQL for a row's checksum; `changes` replaces columns by other expressions."""
     values = (changes.get(column, column) for column in CHECKED[table])
     return f"{ROW_CHECK}({', '.join(values)})"
 
@@ -109,5 +109,5 @@ def damaged_calls(database: sqlite3.Connection) -> Iterator[str]:
 
 
 def call_key(rollout_id: str, seed: int, number: int) -> str:
-    """Return the key under which the payload of an agent's call is stored."""
+    """The key under which the payload of an agent's call is stored."""
     return f"{rollout_id}|{seed}|{number}"

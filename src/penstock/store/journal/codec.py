@@ -69,7 +69,7 @@ def _encode_rows(rows: Sequence[Row]) -> bytes:
 
 
 def _decode_rows(data: bytes, at: int) -> tuple[tuple[Row, ...], int]:
-    """Return the rows that stand at a place of a payload, and the place behind them."""
+    """The rows that stand at a place of a payload, and the place behind them."""
     (count,) = _COUNT.unpack_from(data, at)
     at += _COUNT.size
     heads = [_ROW.unpack_from(data, at + number * _ROW.size) for number in range(count)]
@@ -137,13 +137,13 @@ def decode_rollout(data: bytes, rollout_id: str, prompt: Prompt, *, text: str, k
 
 
 def _no_arrays(tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return what stands for the pruned arrays of a rollout: of its length, and not to be trained."""
+    """What stands for the pruned arrays of a rollout: of its length, and not to be trained."""
     ids, logprobs = np.zeros(tokens, dtype=np.int32), np.full(tokens, np.nan, dtype=np.float32)
     return ids, logprobs, np.zeros(tokens, dtype=np.bool_)
 
 
 def prune_payload(data: bytes, text: str, key: str, kept_text: str) -> bytes | None:
-    """Return a payload without its arrays; None if it is damaged or was pruned before.
+    """A payload without its arrays; None if it is damaged or was pruned before.
 
     Its checksum covers `kept_text` in place of `text`.
     """
@@ -207,19 +207,19 @@ def decode_prompt(stored: bytes) -> Prompt:
 
 
 def stored_text(text: str) -> str:
-    """Return the text as SQLite can store it: without lone surrogates."""
+    """The text as SQLite can store it: without lone surrogates."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def is_intact(data: bytes, text: str | None = None, key: str = "") -> bool:
-    """Return whether a stored payload matches its checksum, which may cover `key`."""
+    """Whether a stored payload matches its checksum, which may cover `key`."""
     if not isinstance(data, bytes) or not isinstance(text, str | None) or len(data) < 2:
         return False  # damage can change the type of a value
     return data[-_CHECK.size :] == check_sum(data[: -_CHECK.size], text, key)
 
 
 def described(data: bytes) -> tuple:
-    """Return the values that an intact payload repeats from the other columns of its row.
+    """The values that an intact payload repeats from the other columns of its row.
 
     These are status, finish reason, tokens, oldest and newest version, temperature, reward, error.
     """
@@ -241,12 +241,12 @@ def described(data: bytes) -> tuple:
 
 
 def stored_number(value: float) -> float | None:
-    """Return a number as SQLite would return it: -0.0 becomes 0.0, NaN becomes NULL."""
+    """A number as SQLite would return it: -0.0 becomes 0.0, NaN becomes NULL."""
     return float(value) + 0.0 if value == value else None
 
 
 def check_sum(body: bytes, text: str | None = None, key: str = "") -> bytes:
-    """Return the checksum that finds a flipped byte in a payload, which SQLite would not notice."""
+    """The checksum that finds a flipped byte in a payload, which SQLite would not notice."""
     crc = crc32(body, crc32(key.encode()) if key else 0)
     return _CHECK.pack(crc32(text.encode(), crc) if text else crc)
 

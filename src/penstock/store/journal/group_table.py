@@ -31,7 +31,7 @@ _FROM = {
 
 
 def _update(kind: str, columns: Sequence[str], also: str = "", sets: str = "") -> str:
-    """Return the UPDATE that moves a group: parameters are the columns, the checksum and the id."""
+    """The UPDATE that moves a group: parameters are the columns, the checksum and the id."""
     sets += ", ".join(f"{column} = ?" for column in (*columns, "row_check"))
     places = ", ".join(f"'{place}'" for place in _FROM[kind])
     return f"UPDATE group_rows SET {sets} WHERE group_id = ? AND place IN ({places}){also}"
@@ -134,7 +134,7 @@ class GroupTable:
         self._move_all("taken", _TAKE, rows, f"step {step}: ")
 
     def _pop(self, group_id: str) -> tuple:
-        """Return the group's row as it was last written, and forget it; all None if never drawn."""
+        """The group's row as it was last written, and forget it; all None if never drawn."""
         row = self._unfinished.pop(group_id, None)
         if row is None:
             row = self.db.execute(_READ, (group_id,)).fetchone() or (None,) * len(_COLUMNS)

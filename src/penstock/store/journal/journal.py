@@ -240,7 +240,7 @@ class Journal:
                 self._writing().wait_durable()
 
     def flush(self) -> asyncio.Future[None]:
-        """Return a future that is done when every record submitted so far is durable."""
+        """A future that is done when every record submitted so far is durable."""
         return self._writing().durable()
 
     def sync(self) -> None:
@@ -271,7 +271,7 @@ class Journal:
     # -- queries ---------------------------------------------------------------------------------
 
     def query(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple]:
-        """Return the rows of a SELECT over the public views."""
+        """The rows of a SELECT over the public views."""
         if self._writer is not None:
             self._writer.wait_durable()
         return self._select(sql, parameters)
@@ -297,7 +297,7 @@ class Journal:
             self._select("ROLLBACK")
 
     def damaged(self) -> list[str]:
-        """Return the names of rows and payloads that are not what was written; reads all of them."""
+        """The names of rows and payloads that are not what was written; reads all of them."""
         if self._writer is not None:
             self._writer.wait_durable()
         try:
@@ -346,7 +346,7 @@ class Journal:
             )
 
     def read_identity(self) -> dict[str, str]:
-        """Return the facts that identify the run, by name; empty in a journal that has none."""
+        """The facts that identify the run, by name; empty in a journal that has none."""
         return dict(self.query("SELECT name, value FROM identity ORDER BY name"))
 
     def copy_to(self, path: Path) -> None:
@@ -360,15 +360,15 @@ class Journal:
             raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
 
     def last_committed_step(self) -> int:
-        """Return the number of the last committed step; 0 before the first."""
+        """The number of the last committed step; 0 before the first."""
         return self.query("SELECT MAX(step) FROM steps WHERE committed")[0][0] or 0
 
     def pending_step(self) -> int | None:
-        """Return the step whose batch is journalled but whose update is not, if there is one."""
+        """The step whose batch is journalled but whose update is not, if there is one."""
         return self.query("SELECT MIN(step) FROM steps WHERE NOT committed")[0][0]
 
     def steps(self) -> list[StepReport]:
-        """Return the reports of the committed steps, in order."""
+        """The reports of the committed steps, in order."""
         rows = self.query(
             "SELECT step, policy_version, digest, metrics, trained FROM steps WHERE committed"
             " ORDER BY step"
@@ -385,11 +385,11 @@ class Journal:
         ]
 
     def pruned_to(self) -> int:
-        """Return the last step whose tokens were removed; 0: none."""
+        """The last step whose tokens were removed; 0: none."""
         return self.query("SELECT MAX(step) FROM steps WHERE pruned_at IS NOT NULL")[0][0] or 0
 
     def batch(self, step: int) -> Batch:
-        """Return the groups of a begun step in their order, with all their tokens."""
+        """The groups of a begun step in their order, with all their tokens."""
         rows = self.query(
             "SELECT pruned_at FROM steps WHERE step = ? AND begun_at IS NOT NULL", (step,)
         )
@@ -404,7 +404,7 @@ class Journal:
         return Batch(step=step, groups=tuple(groups))
 
     def unfinished_groups(self) -> Unfinished:
-        """Return the buffered groups (with tokens) and those in flight, in cursor order, for a resume."""
+        """The buffered groups (with tokens) and those in flight, in cursor order, for a resume."""
         in_flight = self._groups(
             "state = 'in_flight' AND num_tokens IS NOT NULL ORDER BY task, cursor"
         )
@@ -429,15 +429,15 @@ class Journal:
         )
 
     def interrupted_calls(self) -> dict[tuple[str, int], list[ModelCall]]:
-        """Return the calls of rollouts that a resume continues, by (rollout, seed)."""
+        """The calls of rollouts that a resume continues, by (rollout, seed)."""
         return read_calls(self.query(select_calls(_INTERRUPTED)))
 
     def interrupted_tools(self) -> dict[tuple[str, int], list[ToolResult]]:
-        """Return the tool calls of rollouts that a resume continues, by (rollout, seed)."""
+        """The tool calls of rollouts that a resume continues, by (rollout, seed)."""
         return self._tools(_INTERRUPTED)
 
     def tools(self, group_id: str) -> dict[tuple[str, int], list[ToolResult]]:
-        """Return the tool calls of a group's rollouts, by (rollout, seed); those of every try."""
+        """The tool calls of a group's rollouts, by (rollout, seed); those of every try."""
         return self._tools("group_id = ?", (group_id,))
 
     def _tools(
@@ -454,7 +454,7 @@ class Journal:
         return found
 
     def calls(self, group_id: str) -> dict[tuple[str, int], list[ModelCall]]:
-        """Return the calls of a group's rollouts, by (rollout, seed); those of every try."""
+        """The calls of a group's rollouts, by (rollout, seed); those of every try."""
         return read_calls(self.query(select_calls("group_id = ?"), (group_id,)))
 
     def cursors(self) -> dict[str, int]:
@@ -490,7 +490,7 @@ class Journal:
         return found
 
     def group(self, group_id: str) -> Group:
-        """Return one group with the payload of its last landing; pruned log-probs are NaN."""
+        """One group with the payload of its last landing; pruned log-probs are NaN."""
         groups = self._groups("group_id = ?", (group_id,))
         if not groups:
             raise RunError(f"journal {self.path}: has no payload of group {group_id}")

@@ -211,7 +211,7 @@ class StepCommitted:
         db.execute(_COMMIT_STEP, (*row, row_check(step, begun_at, group_ids, *row, None), step))
 
     def _begun(self, db: sqlite3.Connection) -> tuple[float, str]:
-        """Return when the step was begun, and its batch; raise unless this commit is its own."""
+        """When the step was begun, and its batch; raise unless this commit is its own."""
         report, step = self.report, self.report.step
         if report.policy_version != step:
             raise RunError(
@@ -236,7 +236,7 @@ class StepCommitted:
 def step_chain(
     before: str | None, step: int, group_ids: str | None, trained: str | None, num_events: int
 ) -> str:
-    """Return the hash of what a committed step says for good, and of the steps before it.
+    """The hash of what a committed step says for good, and of the steps before it.
 
     The digest of the weights is not in it: a step that is redone on a GPU may get another.
     """
@@ -279,7 +279,7 @@ class StepPruned:
         db.execute(_PRUNE_STEP, {"step": self.step, "pruned_at": self.at})
 
     def _groups(self, db: sqlite3.Connection) -> list[str]:
-        """Return the groups that the step trained, and those dropped between its commit and the last."""
+        """The groups that the step trained, and those dropped between its commit and the last."""
         trained = db.execute("SELECT group_id FROM group_rows WHERE step = ?", (self.step,))
         dropped = db.execute(
             "SELECT DISTINCT group_id FROM event_rows WHERE kind IN ('dropped', 'filtered') AND number"

@@ -101,7 +101,7 @@ COMMIT;
 
 
 def open_database(path: Path, *, readonly: bool = False, brief: bool = False) -> sqlite3.Connection:
-    """Return a connection in autocommit mode; create the tables of a new file, check an old one.
+    """A connection in autocommit mode; create the tables of a new file, check an old one.
 
     `brief`: a read-only connection that is closed again at once, and writes nothing beside the file.
     """
@@ -144,7 +144,7 @@ def _make_file(path: Path) -> None:
 
 
 def is_empty(path: Path) -> bool:
-    """Return whether the file has no tables: the writer died before, or they were lost."""
+    """Whether the file has no tables: the writer died before, or they were lost."""
     try:
         database = _look(path)
         try:
@@ -169,7 +169,7 @@ def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
 
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:
-    """Return a connection that reads; it also works on a disk that cannot be written.
+    """A connection that reads; it also works on a disk that cannot be written.
 
     To read a write-ahead log (-wal) SQLite needs its index (-shm), and makes one beside it. Where it
     cannot: a file without a log is read as it is, and a log without its index is read in a copy.
@@ -183,7 +183,7 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
 
 
 def _look(path: Path) -> sqlite3.Connection:
-    """Return a connection that makes no file: a log's index is read as it is, or built in memory.
+    """A connection that makes no file: a log's index is read as it is, or built in memory.
 
     A file without a log has no writer. One may start during a look: it changes the file itself only
     when its log is long, so a brief look is over by then.
@@ -202,18 +202,18 @@ def _look(path: Path) -> sqlite3.Connection:
 
 
 def _has_rows(log: Path) -> bool:
-    """Return whether a log has more than its header; with a header alone SQLite may try for ten seconds."""
+    """Whether a log has more than its header; with a header alone SQLite may try for ten seconds."""
     return log.exists() and log.stat().st_size > _LOG_HEADER
 
 
 def _is_whole(index: Path) -> bool:
-    """Return whether a log's index is there and not cut; with a cut one SQLite tries for ten seconds."""
+    """Whether a log's index is there and not cut; with a cut one SQLite tries for ten seconds."""
     size = index.stat().st_size if index.exists() else 0
     return size > 0 and size % _INDEX_PART == 0
 
 
 def _link_to_copy(path: Path, log: Path) -> sqlite3.Connection:
-    """Return a connection to a copy of the file and its log, which lack the log's index."""
+    """A connection to a copy of the file and its log, which lack the log's index."""
     with ScratchFolder.new("journal") as scratch:
         for file in (path, log):
             shutil.copyfile(file, scratch / file.name)
@@ -238,7 +238,7 @@ def _readable(text: bytes) -> str:
 
 
 def changed_definitions(database: sqlite3.Connection) -> list[str]:
-    """Return the tables and views whose definition differs from the one they were created with."""
+    """The tables and views whose definition differs from the one they were created with."""
     select = "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"
     with closing(sqlite3.connect(":memory:")) as fresh:
         fresh.executescript(_TABLES)

@@ -56,7 +56,7 @@ class Writer:
         self._queue.put(item)
 
     def durable(self) -> asyncio.Future[None]:
-        """Return a future that is done when every record submitted so far is committed."""
+        """A future that is done when every record submitted so far is committed."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.submit(done)
         self._drain_unless_threaded()

@@ -19,7 +19,12 @@ from penstock.errors import PartFailed, PenstockError, RunError, WeightsGone, Wo
 from penstock.types import WeightHandle
 from penstock.waits import loop_time
 from penstock.weights.protocol import Endpoint
-from penstock.workers.supervise.supervised import Call, Supervised, SupervisionCallbacks
+from penstock.workers.supervise.supervised import (
+    Call,
+    Restarts,
+    Supervised,
+    SupervisionCallbacks,
+)
 from penstock.workers.supervise.worker import Worker
 
 Spawn = Callable[[str, str, str], Awaitable[Worker]]  # name, node, folder of its predecessor
@@ -56,7 +61,7 @@ class NodeCopies:
         self._nodes[engine] = node
 
     async def copy_for(self, engine: int, handle: WeightHandle) -> WeightHandle:
-        """Return the copy that this engine can read; wait until its node has one.
+        """The copy that this engine can read; wait until its node has one.
 
         Raise WeightsGone if the node cannot be reached, or newer weights came meanwhile.
         """
@@ -116,7 +121,7 @@ class NodeCopies:
         self._changed.set()
 
     async def _free_sender(self) -> str:
-        """Return a node that can send now; empty if all are busy."""
+        """A node that can send now; empty if all are busy."""
         while self._copies:
             sender = min(self._copies, key=lambda node: self._sends[node])
             if self._sends[sender] >= _FAN_OUT:
@@ -187,7 +192,7 @@ class NodeCopies:
             self._endpoints[node] = await call("endpoint")
 
         distributor = Supervised(name, spawn, self._settings, self._callbacks)
-        distributor.prepare = learn_endpoint
+        distributor.restart_with(Restarts(prepare=learn_endpoint))
         await distributor.start()
         self.supervised[name] = self._distributors[node] = distributor
         await learn_endpoint(distributor.call)

@@ -103,7 +103,7 @@ class Supervised:
         self.restarts = 0
         self._spawn, self._settings, self._events = spawn, settings, events
         self._when_closed = when_closed
-        self.prepare: Prepare | None = None  # None: the end of the worker is final
+        self._prepare: Prepare | None = None  # None: the end of the worker is final
         self._owner = Restarts()
         self._ends: deque[float] = deque()  # when workers ended, within the restart window
         self._faults: deque[float] = deque()  # when they died of the newest fault, in a row
@@ -123,11 +123,11 @@ class Supervised:
     def can_restart(self) -> bool:
         """Whether a worker that is killed now would be followed by another one."""
         worker = self._current
-        return self.prepare is not None and (worker is None or worker.can_be_killed)
+        return self._prepare is not None and (worker is None or worker.can_be_killed)
 
     def restart_with(self, owner: Restarts) -> None:
         """From now on, restart the worker when it ends, with the help of its owner."""
-        self.prepare, self._owner = owner.prepare, owner
+        self._prepare, self._owner = owner.prepare, owner
 
     def retire(self, reason: str) -> None:
         """Refuse every further call: the worker was closed for good."""
@@ -183,7 +183,7 @@ class Supervised:
     async def end(self, reason: str) -> None:
         """Kill the current worker for good, if it can be killed: every call of it fails."""
         worker = self._current
-        self.prepare = None
+        self._prepare = None
         if worker is not None and worker.can_be_killed:
             await self.replace(reason)
 
@@ -278,8 +278,8 @@ class Supervised:
         async with self._owner.start_context():
             worker = self._starting = await self._spawn()
             try:
-                assert self.prepare is not None
-                await self.prepare(partial(call_worker, worker, self._events.waits))
+                assert self._prepare is not None
+                await self._prepare(partial(call_worker, worker, self._events.waits))
             except BaseException:
                 await worker.close()
                 raise
@@ -293,7 +293,7 @@ class Supervised:
         for times in (self._ends, self._faults):
             while times and times[0] < now - RESTART_WINDOW_S:
                 times.popleft()
-        if self.prepare is None or len(self._ends) >= self._settings.max_restarts:
+        if self._prepare is None or len(self._ends) >= self._settings.max_restarts:
             return False
         if len(self._faults) >= _SAME_FAULTS:
             return False
@@ -307,7 +307,7 @@ class Supervised:
         return 0.0 if not before else min(base * 2.0 ** (before - 1), _LONGEST_BACKOFF_S)
 
     def _last_line(self, reason: str) -> str:
-        if self.prepare is None or not self._settings.max_restarts:
+        if self._prepare is None or not self._settings.max_restarts:
             return reason
         if len(self._faults) >= _SAME_FAULTS:
             times = f"{reason}; {self.name} died of this {len(self._faults)} times in a row"
