@@ -56,10 +56,10 @@ def fields_read(rewards: Sequence[RewardConfig]) -> dict[str, str]:
     return {field: part.name for part in parts for field in part.reward.fields}
 
 
-def _unique(type_name: str, taken: list[str]) -> str:
+def _unique(type_name: str, used_names: list[str]) -> str:
     base = type_name.rpartition(":")[2] or type_name
     name, count = base, 1
-    while name in taken:
+    while name in used_names:
         count += 1
         name = f"{base}_{count}"
     return name

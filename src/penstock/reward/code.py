@@ -69,13 +69,13 @@ class CodeReward(Reward):
         read_tests(prompt.test_cases)  # broken test cases are a fault, whatever the response is
         if rollout.finish_reason == "length":
             return self._score(False, 0.0, "truncated")
-        found = self._extract(rollout.text)
-        if found.answer is None:
-            return self._score(found.format_ok, 0.0, found.note)
-        verdict = await self._verify(prompt, found.answer)
+        extract = self._extract(rollout.text)
+        if extract.answer is None:
+            return self._score(extract.format_ok, 0.0, extract.note)
+        verdict = await self._verify(prompt, extract.answer)
         share = verdict.result.count(PASS) / len(verdict.result)
-        score = self._score(found.format_ok, share, _note(verdict))
-        return replace(score, parsed=found.answer, tests=tuple(verdict.result))
+        score = self._score(extract.format_ok, share, _note(verdict))
+        return replace(score, parsed=extract.answer, tests=tuple(verdict.result))
 
     def _extract(self, text: str) -> Extract:
         return python_block(text) if self._settings.source == "block" else Extract(text, True)

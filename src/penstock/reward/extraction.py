@@ -78,10 +78,10 @@ def python_block(text: str) -> Extract:
     """The last fenced python block; without one, the last fence that names no language."""
     blocks = list(_fenced_blocks(text))
     python = [body for language, body in blocks if language in _PYTHON]
-    found = python or [body for language, body in blocks if not language]
-    if not found:
+    candidates = python or [body for language, body in blocks if not language]
+    if not candidates:
         return Extract(None, False, "no fenced python block")
-    return Extract(found[-1], True)
+    return Extract(candidates[-1], True)
 
 
 def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:

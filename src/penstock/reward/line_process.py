@@ -105,12 +105,12 @@ class LineProcess:
             deadline += timeout_s * (MAX_STRETCH - 1)
             limit = self._processor_s() + timeout_s
         while True:
-            left = min(deadline - time.monotonic(), limit - self._processor_s())
+            remaining_s = min(deadline - time.monotonic(), limit - self._processor_s())
             try:
-                async with asyncio.timeout(None if left == math.inf else left):
+                async with asyncio.timeout(None if remaining_s == math.inf else remaining_s):
                     line = await self._process.stdout.readline()
             except TimeoutError:
-                if left > 0:
+                if remaining_s > 0:
                     continue  # the process waited for a processor: read its clock again
                 raise ProcessSlow(f"{self._name}: no answer after {timeout_s:g} s") from None
             if not line.endswith(b"\n"):

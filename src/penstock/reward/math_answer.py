@@ -64,12 +64,12 @@ class MathAnswer(Reward):
             raise RewardError(f"prompt {prompt.prompt_id} has no gt_answer to compare with")
         if rollout.finish_reason == "length":
             return self._score(False, False, "truncated")
-        found = self.extract(rollout.text)
-        if found.answer is None:
-            return self._score(found.format_ok, False, found.note or "no answer")
-        right, note = await self._equal(prompt.gt_answer, found.answer)
-        notes = "; ".join(filter(None, (found.note, note)))
-        return self._score(found.format_ok, right, notes, found.answer)
+        extract = self.extract(rollout.text)
+        if extract.answer is None:
+            return self._score(extract.format_ok, False, extract.note or "no answer")
+        right, note = await self._equal(prompt.gt_answer, extract.answer)
+        notes = "; ".join(filter(None, (extract.note, note)))
+        return self._score(extract.format_ok, right, notes, extract.answer)
 
     async def _equal(self, gold: str, answer: str) -> tuple[bool, str]:
         if self._settings.equality == "exact":

@@ -51,10 +51,10 @@ class MathPool:
 
     async def compare(self, gold: str, answer: str) -> Comparison:
         """Whether algebra finds the answers equal; an answer it cannot handle is not equal."""
-        known = self._known.get((gold, answer))
-        if known is not None:
+        cached = self._known.get((gold, answer))
+        if cached is not None:
             self._known.move_to_end((gold, answer))
-            return known
+            return cached
         comparison = self._known[gold, answer] = await self._ask(gold, answer)
         if len(self._known) > CACHE_SIZE:
             self._known.popitem(last=False)

@@ -90,9 +90,9 @@ class UserFunction(Reward):
             return await self._begin(arguments, _trl_scores)
         return await self._begin(self._signature.of_group(rollouts, prompts[0]), _scores)
 
-    def _begin(self, given: Mapping[str, Any], read: Callable[[Any], T]) -> asyncio.Future[T]:
+    def _begin(self, values: Mapping[str, Any], read: Callable[[Any], T]) -> asyncio.Future[T]:
         """Begin a call; `read` makes scores of what the function returns."""
-        arguments = {**given, **self._options}
+        arguments = {**values, **self._options}
         if self._threads is None or self._threads.loop is not asyncio.get_running_loop():
             name = f"reward-{self.name}"
             self._threads = CallThreads(name, NUM_THREADS, self._timeout_s)
@@ -189,7 +189,7 @@ class Shape(StrEnum):
     VERL = "verl"
 
 
-OWN_NAMES: dict[Shape, tuple[str, ...]] = {  # parameters that the system fills
+SYSTEM_NAMES: dict[Shape, tuple[str, ...]] = {  # parameters that the system fills
     Shape.ONE: ("rollout", "response", *OF_PROMPT),
     Shape.GROUP: ("rollouts", "responses", "prompts", *OF_PROMPT),
     Shape.TRL: (
@@ -206,7 +206,7 @@ class Signature:
     """The parameters of a reward function, sorted by who fills them."""
 
     shape: Shape
-    own: tuple[str, ...]  # filled by the system
+    system: tuple[str, ...]  # filled by the system
     fields: tuple[str, ...]  # parameters that are fields of the data
     optional: tuple[str, ...]  # TRL: parameters with a default, filled if the data has the field
     takes_all: bool  # TRL: `**kwargs` gets every field of the data
@@ -215,28 +215,28 @@ class Signature:
     def of_one(self, rollout: Rollout, prompt: Prompt) -> dict[str, Any]:
         """The arguments for one rollout (the shapes ONE and VERL)."""
         if self.shape is Shape.VERL:
-            given = {
+            values = {
                 "data_source": prompt.extra.get("data_source", ""),
                 "solution_str": rollout.text,
                 "ground_truth": ground_truth(prompt.gt_answer, prompt.extra),
                 "extra_info": prompt.extra.get("extra_info") or {},
             }
-            return self._choose(given, prompt)
-        own = {"rollout": rollout, "response": rollout.text, "prompt": prompt}
-        chosen = {name: own[name] if name in own else getattr(prompt, name) for name in self.own}
+            return self._choose(values, prompt)
+        objects = {"rollout": rollout, "response": rollout.text, "prompt": prompt}
+        chosen = {name: objects[name] if name in objects else getattr(prompt, name) for name in self.system}
         for name in self.fields:
             chosen[name] = _field(prompt, name)
         return chosen
 
     def of_group(self, rollouts: Sequence[Rollout], prompt: Prompt) -> dict[str, Any]:
         """The arguments for all rollouts of a group (the shape GROUP)."""
-        given = {
+        values = {
             "rollouts": list(rollouts),
             "responses": [rollout.text for rollout in rollouts],
             "prompts": [prompt] * len(rollouts),
             **_of_prompt(prompt),
         }
-        return self._choose(given, prompt)
+        return self._choose(values, prompt)
 
     def of_trl(
         self, rollouts: Sequence[Rollout], prompt: Prompt, *, is_chat: bool
@@ -245,27 +245,27 @@ class Signature:
 
         `is_chat`: prompts and completions are lists of messages, because the data has messages.
         """
-        asked: Any = prompt.messages[-1]["content"] if prompt.messages else ""
-        said: list[Any] = [rollout.text for rollout in rollouts]
+        question: Any = prompt.messages[-1]["content"] if prompt.messages else ""
+        completions: list[Any] = [rollout.text for rollout in rollouts]
         if is_chat:
-            asked = list(prompt.messages)
-            said = [[{"role": "assistant", "content": text}] for text in said]
-        given = {
-            "prompts": [asked] * len(rollouts),
-            "completions": said,
+            question = list(prompt.messages)
+            completions = [[{"role": "assistant", "content": text}] for text in completions]
+        values = {
+            "prompts": [question] * len(rollouts),
+            "completions": completions,
             "completion_ids": [rollout.response_ids.tolist() for rollout in rollouts],
             "trainer_state": None,
             "log_extra": _ignore,
             "log_metric": _ignore,
         }
-        known = _fields_of(prompt)
-        named = list(known) if self.takes_all else [n for n in self.optional if n in known]
-        columns = {name: _field(prompt, name) for name in (*self.fields, *named)}
+        available = _fields_of(prompt)
+        extra = list(available) if self.takes_all else [n for n in self.optional if n in available]
+        columns = {name: _field(prompt, name) for name in (*self.fields, *extra)}
         repeated = {name: [value] * len(rollouts) for name, value in columns.items()}
-        return {name: given[name] for name in self.own} | repeated
+        return {name: values[name] for name in self.system} | repeated
 
-    def _choose(self, given: Mapping[str, Any], prompt: Prompt) -> dict[str, Any]:
-        return {name: given[name] for name in self.own} | {
+    def _choose(self, values: Mapping[str, Any], prompt: Prompt) -> dict[str, Any]:
+        return {name: values[name] for name in self.system} | {
             name: _field(prompt, name) for name in self.fields
         }
 
@@ -283,19 +283,19 @@ def read_signature(
     shape = _shape_of(name, [parameter.name for parameter in parameters])
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
         raise UserError(f"reward {name}: got positional-only parameters, allowed: named ones")
-    own = [p for p in parameters if p.name in OWN_NAMES[shape]]
-    others = [p for p in parameters if p.name not in OWN_NAMES[shape]]
+    system = [p for p in parameters if p.name in SYSTEM_NAMES[shape]]
+    others = [p for p in parameters if p.name not in SYSTEM_NAMES[shape]]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in others)
-    named = [p for p in others if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    keywords = [p for p in others if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not takes_all:
-        check_option_names(name, options, [p.name for p in named] + ["timeout_s"])
-    fields = [p for p in named if p.default is p.empty and p.name not in options]
-    reads = [_READ[p.name] for p in own if p.name in _READ and p.default is p.empty]
+        check_option_names(name, options, [p.name for p in keywords] + ["timeout_s"])
+    fields = [p for p in keywords if p.default is p.empty and p.name not in options]
+    reads = [_READ[p.name] for p in system if p.name in _READ and p.default is p.empty]
     return Signature(
         shape=shape,
-        own=tuple(p.name for p in own),
+        system=tuple(p.name for p in system),
         fields=tuple(p.name for p in fields),
-        optional=tuple(p.name for p in named if p not in fields and p.name not in options),
+        optional=tuple(p.name for p in keywords if p not in fields and p.name not in options),
         takes_all=takes_all and shape is Shape.TRL,
         reads=(*reads, *(p.name for p in fields)),
     )
@@ -306,19 +306,19 @@ def _shape_of(name: str, parameters: Sequence[str]) -> Shape:
         return Shape.VERL
     if "completions" in parameters:
         return Shape.TRL
-    one = any(parameter in ("rollout", "response") for parameter in parameters)
-    many = any(parameter in ("rollouts", "responses", "prompts") for parameter in parameters)
-    if one and many:
+    takes_one = any(parameter in ("rollout", "response") for parameter in parameters)
+    takes_many = any(parameter in ("rollouts", "responses", "prompts") for parameter in parameters)
+    if takes_one and takes_many:
         raise UserError(
             f"reward {name}: got parameters for one rollout and for a group, allowed: one kind"
         )
-    if not one and not many:
+    if not takes_one and not takes_many:
         raise UserError(
             f"reward {name}: got a function of ({', '.join(parameters)}), allowed: a parameter "
             "named rollout or response (one response), rollouts or responses (a whole group), "
             "completions (as TRL calls it) or solution_str (as verl calls it)"
         )
-    return Shape.ONE if one else Shape.GROUP
+    return Shape.ONE if takes_one else Shape.GROUP
 
 
 def _of_prompt(prompt: Prompt) -> dict[str, Any]:
@@ -326,7 +326,7 @@ def _of_prompt(prompt: Prompt) -> dict[str, Any]:
 
 
 def _fields_of(prompt: Prompt) -> dict[str, Any]:
-    """The fields of the prompt's record, as the data names them; the prompt itself apart."""
+    """The fields of the prompt's record, as the data names them, without the prompt itself."""
     judged = {"gt_answer": prompt.gt_answer, "test_cases": prompt.test_cases}
     return {**{name: v for name, v in judged.items() if v is not None}, **prompt.extra}
 

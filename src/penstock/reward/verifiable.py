@@ -66,12 +66,12 @@ def _build_class(name: str, target: type, config: RewardConfig, max_tokens: int)
     parameters = inspect.signature(target).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         check_option_names(name, config.options, [parameter.name for parameter in parameters])
-    made = target(**config.options)
-    return made if isinstance(made, Reward) else UserObject(made)
+    reward = target(**config.options)
+    return reward if isinstance(reward, Reward) else UserObject(reward)
 
 
 def _has_score(target: Any) -> bool:
-    """Whether a user's class or object is a reward; the one place that asks."""
+    """Whether a user's class or object is a reward."""
     return inspect.iscoroutinefunction(getattr(target, "score", None))
 
 
@@ -121,7 +121,7 @@ class VerifiableReward(Reward):
     async def _score_calls(
         self, part: Part, function: UserFunction, pairs: Sequence[tuple[Rollout, Prompt]]
     ) -> list[Score | BaseException]:
-        """Begin all calls, then wait for them in order; each is open as a wait until its answer."""
+        """Begin all calls, then wait for them in order. Each is listed as a wait until it is answered."""
         calls: list[asyncio.Future[Score]] = []
         outcomes: list[Score | BaseException] = []
         now = self._waits.clock()
@@ -184,8 +184,8 @@ class VerifiableReward(Reward):
             format_ok=_all_of([score.format_ok for score in scores]),
             answer_ok=_all_of([score.answer_ok for score in scores]),
             note="; ".join(notes),
-            parsed=next((one.parsed for one in scores if one.parsed is not None), None),
-            tests=next((one.tests for one in scores if one.tests), ()),
+            parsed=next((score.parsed for score in scores if score.parsed is not None), None),
+            tests=next((score.tests for score in scores if score.tests), ()),
         )
 
     async def close(self) -> None:
@@ -210,8 +210,8 @@ def _sum_of_one(part: Part, score: Score) -> Score:
 
 
 def _all_of(judged: Sequence[bool | None]) -> bool | None:
-    known = [one for one in judged if one is not None]
-    return all(known) if known else None
+    verdicts = [verdict for verdict in judged if verdict is not None]
+    return all(verdicts) if verdicts else None
 
 
 async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
@@ -248,9 +248,9 @@ async def _score_column(
 
 def _named(error: Exception, part: str, rollout_id: str) -> RewardError:
     ours = isinstance(error, RewardError)
-    said = str(error) if ours else f"{type(error).__name__}: {error}{place_of(error)}"
+    message = str(error) if ours else f"{type(error).__name__}: {error}{place_of(error)}"
     kind = type(error) if isinstance(error, RewardError) else RewardError
-    return kind(f"rollout {rollout_id}: reward {part}: {said}")
+    return kind(f"rollout {rollout_id}: reward {part}: {message}")
 
 
 def _checked(score: Score) -> Score:

@@ -26,7 +26,7 @@ ROUTE, BATCH_ROUTE = "/check_correctness", "/check_correctness_batch"
 TOKEN_VARIABLE = "PENSTOCK_SANDBOX_TOKEN"
 
 
-class _TryAgain(Exception):
+class _RetryableError(Exception):
     """This attempt failed; another may succeed."""
 
     def __init__(self, reason: str, after_s: float = 0.0) -> None:
@@ -77,7 +77,7 @@ class VerificationClient:
             url = self._urls[(first + attempt) % len(self._urls)]
             try:
                 return await self._attempt(url, body)
-            except _TryAgain as failure:
+            except _RetryableError as failure:
                 reasons.append(f"{url.netloc}: {failure}")
                 if attempt < self._retries:
                     await asyncio.sleep(self._pause(attempt, failure.after_s))
@@ -94,16 +94,16 @@ class VerificationClient:
         try:
             status, reply, after_s = await self._post(url, body)
         except (httpx2.HTTPError, OSError) as error:
-            raise _TryAgain(f"{type(error).__name__}: {error}") from None
+            raise _RetryableError(f"{type(error).__name__}: {error}") from None
         if status == 200:
             return _read_verdict(url, reply)
-        said = reply[:4096].decode(errors="replace")
+        message = reply[:4096].decode(errors="replace")
         if self._token:  # the server may echo it
-            said = said.replace(self._token, "***")
-        said = said[:300]
+            message = message.replace(self._token, "***")
+        message = message[:300]
         if status == 429 or status >= 500:
-            raise _TryAgain(f"status {status}: {said}", after_s)
-        raise RewardError(f"verification server {url.netloc} refused: status {status}: {said}")
+            raise _RetryableError(f"status {status}: {message}", after_s)
+        raise RewardError(f"verification server {url.netloc} refused: status {status}: {message}")
 
     async def _post(self, url: SplitResult, body: bytes) -> tuple[int, bytes, float]:
         """Status, body and Retry-After of a server's response."""

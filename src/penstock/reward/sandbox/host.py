@@ -93,31 +93,31 @@ class Library:
 def library() -> Library:
     """The standard library and the system's shared libraries, without installed packages."""
     base = {"platbase": sys.base_exec_prefix}  # not a virtual environment's
-    wanted = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib", vars=base)}
-    wanted.update(map(_narrowed, _SYSTEM_PATHS))
+    candidates = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib", vars=base)}
+    candidates.update(map(_narrowed, _SYSTEM_PATHS))
     if sys.base_prefix != "/usr":
-        wanted.add(str(Path(sys.base_prefix, "lib")))
+        candidates.add(str(Path(sys.base_prefix, "lib")))
     links = tuple((path, os.readlink(path)) for path in _SYSTEM_PATHS if os.path.islink(path))
-    found: list[str] = []
-    for path in sorted(filter(os.path.exists, wanted), key=len):
+    paths: list[str] = []
+    for path in sorted(filter(os.path.exists, candidates), key=len):
         linked = any(Path(path).is_relative_to(link) for link, _ in links)
-        if not linked and not any(Path(path).is_relative_to(above) for above in found):
-            found.append(path)
+        if not linked and not any(Path(path).is_relative_to(above) for above in paths):
+            paths.append(path)
     hidden = [
         str(folder)
-        for path in found
+        for path in paths
         for pattern in ("{}-packages", "*/{}-packages")
         for kind in ("site", "dist")
         for folder in Path(path).glob(pattern.format(kind))
         if folder.is_dir() and not folder.is_symlink()
     ]
-    return Library(tuple(found), tuple(hidden), links)
+    return Library(tuple(paths), tuple(hidden), links)
 
 
 def _narrowed(path: str) -> str:
     """The folder of this machine's shared libraries in `path`, where there is such a folder."""
-    own = os.path.join(path, sysconfig.get_config_var("MULTIARCH") or "")
-    return own if path in ("/lib", "/usr/lib") and os.path.isdir(own) else path
+    folder = os.path.join(path, sysconfig.get_config_var("MULTIARCH") or "")
+    return folder if path in ("/lib", "/usr/lib") and os.path.isdir(folder) else path
 
 
 def _mount_point(paths: Sequence[str]) -> str:
@@ -132,17 +132,17 @@ def bubblewrap_command(descriptor: int) -> list[str] | None:
     program = shutil.which("bwrap")
     if program is None:
         return None
-    own = library()
+    libraries = library()
     binary = os.path.realpath(sys.executable)
     command = [program, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     command += ["--unshare-cgroup-try", "--clearenv", "--cap-add", "ALL"]
     command += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", "/mnt"]
     loaders = glob.glob("/usr/lib/ld-linux*.so.*")
-    for path in (*own.paths, *loaders, binary, _INSIDE):
+    for path in (*libraries.paths, *loaders, binary, _INSIDE):
         command += ["--ro-bind", path, path]
-    for path in own.hidden:
+    for path in libraries.hidden:
         command += ["--tmpfs", path]
-    for path, target in own.links:
+    for path, target in libraries.links:
         command += ["--symlink", target, path]
     if os.geteuid() != 0:
         command.append("--unshare-user")
@@ -203,15 +203,15 @@ class SandboxFactory:
         self._receive()
 
     def _make_plan(self) -> namespaces.Plan:
-        own = library()
+        libraries = library()
         settings = self._settings
         return namespaces.Plan(
             user_namespace=self.mode.user_namespace,
             namespaces=self.mode.namespaces,
-            readable=own.paths,
-            hidden=own.hidden,
-            links=own.links,
-            mount_on="/mnt" if self.mode.bubblewrap else _mount_point(own.paths),
+            readable=libraries.paths,
+            hidden=libraries.hidden,
+            links=libraries.links,
+            mount_on="/mnt" if self.mode.bubblewrap else _mount_point(libraries.paths),
             scratch_bytes=settings.scratch_mb << 20,
             scratch_files=settings.scratch_files,
             scratch="/mnt" if self.mode.bubblewrap else self._folder,
@@ -225,8 +225,8 @@ class SandboxFactory:
 
     def _last_words(self) -> str:
         self._process.kill()
-        said = self._process.communicate()[1].decode(errors="replace").strip()
-        return said.splitlines()[-1] if said else "it ended or hung without a message"
+        stderr = self._process.communicate()[1].decode(errors="replace").strip()
+        return stderr.splitlines()[-1] if stderr else "it ended or hung without a message"
 
     def spawn(self) -> Sandbox:
         """Start a sandbox and return it while it is still being set up."""

@@ -80,7 +80,7 @@ def try_mode(mode: Mode, settings: SandboxSettings) -> Isolation:
     factory = SandboxFactory(mode, settings)
     try:
         sandbox = factory.spawn()
-        found = _describe(mode, sandbox.facts)
+        isolation = _describe(mode, sandbox.facts)
         limits = job_limits(settings, settings.timeout_s)
         outcome = sandbox.run({"job": "program", "source": ""}, limits)
         sandbox.end()
@@ -89,16 +89,16 @@ def try_mode(mode: Mode, settings: SandboxSettings) -> Isolation:
     finally:
         factory.close()
     if outcome.status != 0:
-        said = (outcome.report or outcome.stderr).decode(errors="replace")
-        raise SandboxError(f"an empty program failed: {said[:200].strip()}")
-    return found
+        output = (outcome.report or outcome.stderr).decode(errors="replace")
+        raise SandboxError(f"an empty program failed: {output[:200].strip()}")
+    return isolation
 
 
 @dataclass(slots=True, frozen=True)
 class Search:
     """The strongest isolation that works here, and why there is no stronger one."""
 
-    found: Isolation | None
+    isolation: Isolation | None
     reason: str
 
 
@@ -110,12 +110,12 @@ def _best(bubblewrap: bool) -> Search:
     reasons = {}
     for mode in _candidates(bubblewrap):
         try:
-            found = try_mode(mode, SandboxSettings())
+            isolation = try_mode(mode, SandboxSettings())
         except SandboxError as error:
             reasons[mode] = str(error)
             continue
-        if best is None or LEVELS.index(found.level) > LEVELS.index(best.level):
-            best = found
+        if best is None or LEVELS.index(isolation.level) > LEVELS.index(best.level):
+            best = isolation
         if best.level == "full":
             break
     return Search(best, _why(best, reasons))
@@ -148,21 +148,21 @@ def _why(best: Isolation | None, reasons: dict[Mode, str]) -> str:
 
 def find_isolation(settings: SandboxSettings) -> Isolation:
     """The strongest isolation that works here; refuse one below the settings' minimum."""
-    found, reason = strongest(settings)
-    if LEVELS.index(found.level) < LEVELS.index(settings.minimum):
+    isolation, reason = strongest(settings)
+    if LEVELS.index(isolation.level) < LEVELS.index(settings.minimum):
         raise SandboxError(
-            f"sandbox: isolation here is {found.level!r} ({', '.join(found.layers)}), allowed: "
+            f"sandbox: isolation here is {isolation.level!r} ({', '.join(isolation.layers)}), allowed: "
             f"{settings.minimum!r} or stronger; missing: {reason}; "
-            f"the option minimum = {found.level!r} accepts what there is"
+            f"the option minimum = {isolation.level!r} accepts what there is"
         )
-    return found
+    return isolation
 
 
 def strongest(settings: SandboxSettings) -> tuple[Isolation, str]:
     """The strongest isolation here and why it is no stronger; raise SandboxError if none works."""
     search = _best(settings.bubblewrap == "auto" and shutil.which("bwrap") is not None)
-    if search.found is None:
+    if search.isolation is None:
         raise SandboxError(
             f"sandbox: code is refused, no level of isolation can be had here: {search.reason}"
         )
-    return search.found, search.reason
+    return search.isolation, search.reason

@@ -98,7 +98,7 @@ class SandboxPool:
         referee.end()
 
     def _all_referees(self) -> list[Referee]:
-        """The referees that nobody uses, which the pool forgets; with the lock held."""
+        """Take all idle referees out of the pool. The caller holds the lock."""
         idle, self._referees = self._referees, []
         return idle
 
@@ -145,12 +145,12 @@ class SandboxPool:
                 self._warm.clear()
         factory.close()
 
-    def _replace(self, used: Sandbox) -> None:
-        """Set up the next sandbox, then end a used one. Woken by each use of one."""
+    def _replace(self, sandbox: Sandbox) -> None:
+        """Set up the next sandbox, then end this used one. Called after each use of a sandbox."""
         try:
             self._refill()
         finally:
-            used.end()
+            sandbox.end()
             with self._lock:
                 self._ending -= 1
 

@@ -153,8 +153,8 @@ class VerificationService:
 
     def _check_sender(self, request: Request) -> None:
         if self._token:
-            sent = request.headers.get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(sent, f"Bearer {self._token}".encode()):
+            authorization = request.headers.get("authorization", "").encode("latin-1")
+            if not hmac.compare_digest(authorization, f"Bearer {self._token}".encode()):
                 raise HTTPException(401, "authorization: allowed: the server's bearer token")
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise HTTPException(415, "content-type: allowed: application/json")

@@ -43,16 +43,16 @@ class Turns:
     def room(self, client: str) -> int:
         """How many more submissions this client may hand in now."""
         self._see(client)
-        own = self._places - self._admitted[client]
+        free = self._places - self._admitted[client]
         if len(self._seen) > 1:
-            own -= self._places // 2
-        return max(0, min(own, self._places - self.admitted))
+            free -= self._places // 2
+        return max(0, min(free, self._places - self.admitted))
 
     def is_ahead(self, client: str) -> bool:
         """Whether this client has used much more than another that takes part."""
-        used = dict(self._used_s)
-        own = used.pop(client, 0.0)
-        return bool(used) and own > AHEAD_S + AHEAD * min(used.values())
+        others_s = dict(self._used_s)
+        client_s = others_s.pop(client, 0.0)
+        return bool(others_s) and client_s > AHEAD_S + AHEAD * min(others_s.values())
 
     def admit(self, client: str, count: int) -> None:
         self._admitted[client] += count

@@ -316,19 +316,19 @@ def _read_pairs(test_cases: Mapping[str, Any]) -> Tests:
         return StdioTests(tuple(map(_as_text, inputs)), tuple(map(_as_text, outputs)))
     if not isinstance(name, str):
         raise RewardError(f"test_cases: fn_name got {_short(name)}, allowed: a function's name")
-    pairs = [_call_pair(given, expected) for given, expected in zip(inputs, outputs, strict=True)]
+    pairs = [_call_pair(arguments, expected) for arguments, expected in zip(inputs, outputs, strict=True)]
     return CallTests(name, tuple(args for args, _ in pairs), tuple(value for _, value in pairs))
 
 
-def _call_pair(given: Any, expected: Any) -> tuple[list[Any], Any]:
+def _call_pair(arguments: Any, expected: Any) -> tuple[list[Any], Any]:
     """Read one call: a list as it is, text as one JSON value per line (the output likewise)."""
-    if not isinstance(given, str):
-        return (given if isinstance(given, list) else [given]), expected
+    if not isinstance(arguments, str):
+        return (arguments if isinstance(arguments, list) else [arguments]), expected
     try:
-        args = [json.loads(line) for line in given.split("\n") if line.strip()]
+        args = [json.loads(line) for line in arguments.split("\n") if line.strip()]
         return args, json.loads(expected) if isinstance(expected, str) else expected
     except ValueError:
-        return [given], expected
+        return [arguments], expected
 
 
 def _source(value: Any, key: str, parse: bool) -> str:

@@ -275,10 +275,10 @@ class _Tests:
             elif isinstance(node, ast.arg):
                 bound.add(node.arg)
         entry_point = self._entry_point
-        wanted = used - bound | ({entry_point} if entry_point else set())
-        wanted = {name for name in wanted if not name.startswith("__")}
-        modules = wanted & sys.stdlib_module_names - {entry_point}
-        self._namespace |= self._connection.names(sorted(wanted - modules))
+        missing = used - bound | ({entry_point} if entry_point else set())
+        missing = {name for name in missing if not name.startswith("__")}
+        modules = missing & sys.stdlib_module_names - {entry_point}
+        self._namespace |= self._connection.names(sorted(missing - modules))
         self._namespace |= {name: importlib.import_module(name) for name in sorted(modules)}
         self._namespace |= {"__name__": "tests", "__builtins__": dict(vars(builtins))}
         self._namespace[_FOR_EFFECT] = remote.for_effect

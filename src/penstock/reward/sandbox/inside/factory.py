@@ -49,7 +49,7 @@ def main(descriptor: int) -> None:
 
 
 def _leave_terminal() -> None:
-    """Give up the terminal of the host's session, which sandboxes are forked into, and stay in it."""
+    """Give up the terminal, so that no sandbox has it. The session stays the host's."""
     with contextlib.suppress(OSError):  # the session has none
         terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
         try:

@@ -56,22 +56,22 @@ def _asserts(request: dict[str, Any]) -> dict[str, Any]:
     """Put together what the judge reported and how the solution's process ended."""
     report, stderr, *last_words = request["blobs"]
     reports = _reports(report)
-    broken = next((one["broken"] for one in reports if "broken" in one), None)
+    broken = next((entry["broken"] for entry in reports if "broken" in entry), None)
     if broken is not None:
         return {"broken": _said(broken)}
-    total = next((one["count"] for one in reports if type(one.get("count")) is int), 1)
+    total = next((entry["count"] for entry in reports if type(entry.get("count")) is int), 1)
     if not 1 <= total <= request["max_tests"]:
         return {"too_many": total}
-    tests = [one for one in reports if "test" in one][:total]
-    result = [one["code"] if one.get("code") in (PASS, WRONG, ERROR) else ERROR for one in tests]
-    notes = [_said(one.get("note")) for one in tests]
+    tests = [entry for entry in reports if "test" in entry][:total]
+    result = [entry["code"] if entry.get("code") in (PASS, WRONG, ERROR) else ERROR for entry in tests]
+    notes = [_said(entry.get("note")) for entry in tests]
     gone = bool(tests) and tests[-1].get("gone") is True
     if len(result) == total and not gone:
         return {"result": result, "notes": notes}
     fault = None
     if last_words:
-        words, said = last_words
-        fault = _fault(request["ended"], _last_reports(words), said) or (ERROR, "it exited early")
+        words, last_stderr = last_words
+        fault = _fault(request["ended"], _last_reports(words), last_stderr) or (ERROR, "it exited early")
     fault = fault or _fault(request["outcome"], reports, stderr)
     code, note = fault or (ERROR, notes[-1] if notes else "the tests ended early")
     if code == COMPILE_ERROR:
@@ -99,15 +99,15 @@ def _last_reports(report: bytes) -> list[dict[str, Any]]:
 
 def _reports(report: bytes) -> list[dict[str, Any]]:
     """The JSON lines that a child reported, without anything else that it wrote there."""
-    found = []
+    messages = []
     for line in report.split(b"\n"):
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(message, dict):
-            found.append(message)
-    return found
+            messages.append(message)
+    return messages
 
 
 def _fault(
@@ -127,15 +127,15 @@ def _fault(
     if status < 0:
         return ERROR, f"killed by signal {-status}"
     if status > 0:
-        said = stderr.decode("utf-8", "backslashreplace")
-        return ERROR, f"exit status {status}: {_short(said[-200:])}"
+        text = stderr.decode("utf-8", "backslashreplace")
+        return ERROR, f"exit status {status}: {_short(text[-200:])}"
     return None
 
 
 def same_output(expected: str, printed: str) -> bool:
     """Compare line by line without trailing blanks, else word by word, decimal numbers by value."""
-    wanted, given = _lines(expected), _lines(printed)
-    if wanted == given:
+    expected_lines, printed_lines = _lines(expected), _lines(printed)
+    if expected_lines == printed_lines:
         return True
     left, right = expected.split(), printed.split()
     return len(left) == len(right) and all(map(_same_word, left, right))
@@ -173,18 +173,18 @@ def same_value(expected: Any, value: Any) -> bool:
 
 
 def _same(expected: Any, value: Any) -> bool:
-    wanted, given = _open(expected), _open(value)
-    if isinstance(wanted, bool) or isinstance(given, bool):
-        return wanted is given
-    if isinstance(wanted, float) and isinstance(given, int | float):
-        return wanted == given or _close(wanted, float(given))
-    if isinstance(wanted, list) and isinstance(given, list):
-        return len(wanted) == len(given) and all(map(_same, wanted, given))
-    if isinstance(wanted, dict) and isinstance(given, dict):
-        return _same_tagged(wanted, given)
-    if isinstance(wanted, list | dict) or isinstance(given, list | dict):
+    gold, answer = _open(expected), _open(value)
+    if isinstance(gold, bool) or isinstance(answer, bool):
+        return gold is answer
+    if isinstance(gold, float) and isinstance(answer, int | float):
+        return gold == answer or _close(gold, float(answer))
+    if isinstance(gold, list) and isinstance(answer, list):
+        return len(gold) == len(answer) and all(map(_same, gold, answer))
+    if isinstance(gold, dict) and isinstance(answer, dict):
+        return _same_tagged(gold, answer)
+    if isinstance(gold, list | dict) or isinstance(answer, list | dict):
         return False
-    return bool(wanted == given)
+    return bool(gold == answer)
 
 
 def _open(form: Any) -> Any:
@@ -200,22 +200,22 @@ def _open(form: Any) -> Any:
 
 
 def _same_tagged(expected: dict[str, Any], value: dict[str, Any]) -> bool:
-    (kind, wanted), (given_kind, given) = wire.tag(expected), wire.tag(value)
-    if kind != given_kind:
+    (kind, gold), (answer_kind, answer) = wire.tag(expected), wire.tag(value)
+    if kind != answer_kind:
         return False
     if kind in ("bytes", "complex", "range"):
-        return bool(wanted == given)
-    if not isinstance(given, list) or len(wanted) != len(given):
+        return bool(gold == answer)
+    if not isinstance(answer, list) or len(gold) != len(answer):
         return False
     if kind in ("set", "frozenset"):
-        return _sorted(wanted) == _sorted(given)
+        return _sorted(gold) == _sorted(answer)
     if kind != "dict":
         return False
-    pairs = [(_key(key), item) for key, item in given]
-    known = [(_key(key), item) for key, item in wanted]
-    pairs.sort(key=lambda pair: pair[0])
-    known.sort(key=lambda pair: pair[0])
-    return all(k == g and _same(x, y) for (k, x), (g, y) in zip(known, pairs, strict=True))
+    answer_pairs = [(_key(key), item) for key, item in answer]
+    gold_pairs = [(_key(key), item) for key, item in gold]
+    answer_pairs.sort(key=lambda pair: pair[0])
+    gold_pairs.sort(key=lambda pair: pair[0])
+    return all(k == g and _same(x, y) for (k, x), (g, y) in zip(gold_pairs, answer_pairs, strict=True))
 
 
 def _sorted(items: list[Any]) -> list[str]:

@@ -126,5 +126,5 @@ def hold_capabilities(mask: int) -> None:
     """Hold these capabilities (of the first 32) and no others."""
     if ARCH is not None:
         header = ctypes.c_char_p(struct.pack("Ii", 0x20080522, 0))
-        held = ctypes.c_char_p(struct.pack("6I", mask, mask, 0, 0, 0, 0))
-        syscall(_CAPSET[ARCH], header, held)
+        sets = ctypes.c_char_p(struct.pack("6I", mask, mask, 0, 0, 0, 0))
+        syscall(_CAPSET[ARCH], header, sets)

@@ -61,7 +61,7 @@ def _allow_around(ruleset: int, path: str, hidden: Collection[str]) -> None:
     """Allow to read a path; where something below it is hidden, allow everything beside that."""
     if path in hidden:
         return
-    if not any(one.startswith(f"{path}/") for one in hidden):
+    if not any(folder.startswith(f"{path}/") for folder in hidden):
         _allow(ruleset, path, _READ)
         return
     _allow(ruleset, path, _READ_DIR)

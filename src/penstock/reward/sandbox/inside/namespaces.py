@@ -67,13 +67,13 @@ class Plan:
 
 def identities() -> dict[str, str]:
     """The identity of each namespace of this process."""
-    found = {}
+    links = {}
     for name in NAMES:
         try:
-            found[name] = os.readlink(f"/proc/self/ns/{name}")
+            links[name] = os.readlink(f"/proc/self/ns/{name}")
         except OSError:
-            found[name] = ""
-    return found
+            links[name] = ""
+    return links
 
 
 def fork_into(plan: Plan) -> int:
@@ -146,11 +146,11 @@ def _bind_read_only(path: str, descriptor: int, root: str) -> None:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o600))
     kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
     present = os.statvfs(target).f_flag
-    kept = sum(mount_flag for flag, mount_flag in _KEPT_FLAGS if present & flag)
-    kept |= kernel.MS_NOSUID | kernel.MS_RDONLY  # a device can be written to, but not be marked
+    flags = sum(mount_flag for flag, mount_flag in _KEPT_FLAGS if present & flag)
+    flags |= kernel.MS_NOSUID | kernel.MS_RDONLY  # a device can be written to, but not be marked
     if path not in DEVICES:
-        kept |= kernel.MS_NODEV
-    kernel.mount("none", target, None, kept | kernel.MS_REMOUNT | kernel.MS_BIND)
+        flags |= kernel.MS_NODEV
+    kernel.mount("none", target, None, flags | kernel.MS_REMOUNT | kernel.MS_BIND)
 
 
 def set_ids(uid: int, gid: int) -> None:

@@ -69,9 +69,9 @@ class SolutionServer:
             reply = {"value": self._encode(_OPERATIONS[request["op"]](*arguments))}
             if request["op"] == "call":
                 after = [self._encode(a) if type(a) in _MUTABLE else None for a in arguments[1]]
-                given = request["args"][1]
+                before = request["args"][1]
                 reply["changed"] = [
-                    None if form == old else form for form, old in zip(after, given, strict=True)
+                    None if form == old else form for form, old in zip(after, before, strict=True)
                 ]
             return reply
         except BaseException as error:  # any error of the solution is reported to the tests
@@ -118,7 +118,7 @@ class SolutionGone(Fault):
 
 
 class OutOfProtocol(Fault):
-    """The solution's process sent a reply that no solution is asked for."""
+    """The solution's process sent a reply that does not fit the request."""
 
 
 class NotPlainAnswer(Fault):
@@ -133,16 +133,16 @@ class Connection:
         self.fault: BaseException | None = None  # the first one; a test that has one does not pass
         self.note = ""  # what a failed test should say besides
 
-    def names(self, wanted: list[str]) -> dict[str, Any]:
+    def names(self, names: list[str]) -> dict[str, Any]:
         """Those of the names that the solution defines."""
-        forms = self._ask({"op": "names", "names": wanted})
-        if type(forms) is not list or len(forms) != len(wanted):
+        forms = self._ask({"op": "names", "names": names})
+        if type(forms) is not list or len(forms) != len(names):
             self.fail(OutOfProtocol("the names are not those that were asked for"))
-        found = {}
-        for name, form in zip(wanted, forms, strict=True):
+        values = {}
+        for name, form in zip(names, forms, strict=True):
             if form is not None:
-                found[name] = self._decode(form)[0] if type(form) is list and form else self._bad()
-        return found
+                values[name] = self._decode(form)[0] if type(form) is list and form else self._bad()
+        return values
 
     def do(self, operation: str, *arguments: Any, for_effect: bool = False) -> Any:
         """Execute one operation in the solution; `for_effect` changes arguments in place as it did."""
@@ -151,7 +151,7 @@ class Connection:
             self._ask({"op": operation, "args": forms}, arguments[1] if for_effect else None)
         )
 
-    def _ask(self, request: dict[str, Any], given: list[Any] | None = None) -> Any:
+    def _ask(self, request: dict[str, Any], arguments: list[Any] | None = None) -> Any:
         if self.fault is not None:
             raise self.fault  # the link may be out of step
         try:
@@ -167,16 +167,16 @@ class Connection:
         if reply.keys() != ({"value", "changed"} if called else {"value"}):
             self._bad()
         if called:
-            self._see_changes(reply["changed"], request["args"][1], given)
+            self._see_changes(reply["changed"], request["args"][1], arguments)
         return reply["value"]
 
-    def _see_changes(self, changed: Any, sent: list[Any], given: list[Any] | None) -> None:
-        if type(changed) is not list or len(changed) != len(sent):
+    def _see_changes(self, changed: Any, forms: list[Any], arguments: list[Any] | None) -> None:
+        if type(changed) is not list or len(changed) != len(forms):
             self._bad()
-        if given is None:
+        if arguments is None:
             self.note = CHANGED if any(form is not None for form in changed) else self.note
             return
-        for argument, form in zip(given, changed, strict=True):
+        for argument, form in zip(arguments, changed, strict=True):
             if form is not None:
                 _replace(argument, self._decode(form))
 
@@ -206,8 +206,8 @@ class Connection:
                 return kind(text[:500])
             except TypeError:
                 break  # UnicodeDecodeError and its like want more arguments
-        said = (names[0][:100] if names else "", text[:500])
-        return SolutionError(": ".join(filter(None, said)))
+        parts = (names[0][:100] if names else "", text[:500])
+        return SolutionError(": ".join(filter(None, parts)))
 
     def _bad(self) -> NoReturn:
         self.fail(OutOfProtocol("the solution's process sent a reply of another shape"))
@@ -224,14 +224,14 @@ def _handle_of(value: Any) -> Any:
     raise wire.NotPlain(f"a {type(value).__name__} of the tests cannot be given to the solution")
 
 
-def _replace(given: Any, changed: Any) -> None:
-    if type(given) is not type(changed):
+def _replace(argument: Any, changed: Any) -> None:
+    if type(argument) is not type(changed):
         return
-    if isinstance(given, list | bytearray):
-        given[:] = changed
-    elif isinstance(given, dict | set):
-        given.clear()
-        given.update(changed)
+    if isinstance(argument, list | bytearray):
+        argument[:] = changed
+    elif isinstance(argument, dict | set):
+        argument.clear()
+        argument.update(changed)
 
 
 class RemoteObject:
@@ -305,8 +305,8 @@ class RemoteIterator(RemoteObject):
             object.__setattr__(self, "_handle", -1)
             raise
 
-    def __contains__(self, wanted: object) -> bool:
-        return any(item is wanted or item == wanted for item in self)
+    def __contains__(self, value: object) -> bool:
+        return any(item is value or item == value for item in self)
 
 
 class RemoteInstance(RemoteObject):

@@ -104,8 +104,8 @@ def _equals_one_of(index: int, values: tuple[int, ...]) -> bytes:
     return _argument(index) + tests + _fail(errno.EPERM) + _op(_RETURN, _ALLOW)
 
 
-def _masked(index: int, mask: int, wanted: int, otherwise: int) -> bytes:
-    head = _argument(index) + _op(_AND, mask) + _op(_JUMP_EQUAL, wanted, 1)
+def _masked(index: int, mask: int, value: int, otherwise: int) -> bytes:
+    head = _argument(index) + _op(_AND, mask) + _op(_JUMP_EQUAL, value, 1)
     return head + _fail(otherwise) + _op(_RETURN, _ALLOW)
 
 
@@ -116,7 +116,7 @@ def _null_pointer(index: int) -> bytes:
 
 
 def _conditions(pid: int, *, scratch: bool, threads: bool, processes: bool) -> dict[str, bytes]:
-    found = {
+    conditions = {
         "kill": _equals_one_of(0, (pid,)),
         "tgkill": _equals_one_of(0, (pid,)),
         "prlimit64": _equals_one_of(0, (0, pid)),
@@ -127,11 +127,11 @@ def _conditions(pid: int, *, scratch: bool, threads: bool, processes: bool) -> d
         "sendto": _null_pointer(4),
     }
     if threads and not processes:
-        found["clone"] = _masked(0, kernel.CLONE_THREAD, kernel.CLONE_THREAD, errno.EPERM)
+        conditions["clone"] = _masked(0, kernel.CLONE_THREAD, kernel.CLONE_THREAD, errno.EPERM)
     if not scratch:
-        found["open"] = _masked(1, _WRITING, 0, errno.EROFS)
-        found["openat"] = _masked(2, _WRITING, 0, errno.EROFS)
-    return found
+        conditions["open"] = _masked(1, _WRITING, 0, errno.EROFS)
+        conditions["openat"] = _masked(2, _WRITING, 0, errno.EROFS)
+    return conditions
 
 
 def build_filter(

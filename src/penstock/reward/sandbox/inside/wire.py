@@ -150,7 +150,7 @@ Other = Callable[[Any], Any]
 
 
 class NotPlain(TypeError):
-    """The value, or something in it, has no plain form, or the form is none."""
+    """A value that has no plain form, or data that is not the form of any value."""
 
 
 def encode(value: Any, other: Other | None = None) -> Any:
@@ -164,8 +164,8 @@ def encode(value: Any, other: Other | None = None) -> Any:
         return {"float": float.__repr__(value)}
     if kind is list or kind is deque:
         return [encode(item, other) for item in value]
-    for name, made in (("tuple", tuple), ("set", set), ("frozenset", frozenset)):
-        if kind is made or (made is tuple and isinstance(value, tuple)):
+    for name, collection in (("tuple", tuple), ("set", set), ("frozenset", frozenset)):
+        if kind is collection or (collection is tuple and isinstance(value, tuple)):
             return {name: [encode(item, other) for item in value]}
     if kind in _DICTS or (isinstance(value, dict) and kind.__module__ == "collections"):
         return {"dict": [[encode(k, other), encode(v, other)] for k, v in value.items()]}
@@ -214,10 +214,10 @@ def _decode(form: Any, other: Other | None, depth: int) -> Any:
     if name == "dict":
         pairs = [_decode(pair, other, depth + 1) for pair in _list(content)]
         return dict(_list(pair, 2) for pair in pairs)
-    made = {"tuple": tuple, "set": set, "frozenset": frozenset}.get(name)
-    if made is None:
+    collection = {"tuple": tuple, "set": set, "frozenset": frozenset}.get(name)
+    if collection is None:
         raise NotPlain(f"got the form {name[:20]!r}, allowed: plain data")
-    return made([_decode(item, other, depth + 1) for item in _list(content)])
+    return collection([_decode(item, other, depth + 1) for item in _list(content)])
 
 
 def tag(form: Any) -> tuple[str, Any]:

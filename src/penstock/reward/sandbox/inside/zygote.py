@@ -97,7 +97,7 @@ class Zygote:
             os.chdir(self._scratch)
             kernel.hold_capabilities(0)
             landlock.restrict(self._ruleset)
-            out_of_the_way = [fcntl.fcntl(one, fcntl.F_DUPFD, 16) for one in descriptors]
+            out_of_the_way = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 16) for descriptor in descriptors]
             for place, descriptor in enumerate(out_of_the_way):
                 os.dup2(descriptor, place)
             os.closerange(len(out_of_the_way), 1 << 20)
@@ -134,7 +134,7 @@ class TimeLimit:
         self._ran_at_s = 0.0  # wall time when it last grew
 
     def left(self, wall_s: float) -> float:
-        """The seconds until this is to be asked again; 0 if the time is over."""
+        """The seconds to wait before the next look at the limit; 0 if the time is over."""
         if self._steps_back_s is None:
             return max(0.0, self._limit_s - wall_s)
         used_s = self._used_s()
@@ -185,11 +185,11 @@ class _Watch:
         poller.register(host, select.POLLRDHUP | select.POLLHUP)
         try:
             while not self.stopped:
-                left = self.limit.left(time.monotonic() - started)
-                if left <= 0:
+                remaining_s = self.limit.left(time.monotonic() - started)
+                if remaining_s <= 0:
                     self.stopped = "wall"
                     return
-                for descriptor, _ in poller.poll(left * 1000 + 1):
+                for descriptor, _ in poller.poll(remaining_s * 1000 + 1):
                     if descriptor == host.fileno():
                         raise wire.Closed
                     if descriptor == ended:
