@@ -223,7 +223,10 @@ class Signature:
             }
             return self._choose(values, prompt)
         objects = {"rollout": rollout, "response": rollout.text, "prompt": prompt}
-        chosen = {name: objects[name] if name in objects else getattr(prompt, name) for name in self.system}
+        chosen = {
+            name: objects[name] if name in objects else getattr(prompt, name)
+            for name in self.system
+        }
         for name in self.fields:
             chosen[name] = _field(prompt, name)
         return chosen

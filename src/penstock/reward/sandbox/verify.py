@@ -316,7 +316,9 @@ def _read_pairs(test_cases: Mapping[str, Any]) -> Tests:
         return StdioTests(tuple(map(_as_text, inputs)), tuple(map(_as_text, outputs)))
     if not isinstance(name, str):
         raise RewardError(f"test_cases: fn_name got {_short(name)}, allowed: a function's name")
-    pairs = [_call_pair(arguments, expected) for arguments, expected in zip(inputs, outputs, strict=True)]
+    pairs = [
+        _call_pair(arguments, expected) for arguments, expected in zip(inputs, outputs, strict=True)
+    ]
     return CallTests(name, tuple(args for args, _ in pairs), tuple(value for _, value in pairs))
 
 

@@ -63,15 +63,17 @@ def _asserts(request: dict[str, Any]) -> dict[str, Any]:
     if not 1 <= total <= request["max_tests"]:
         return {"too_many": total}
     tests = [entry for entry in reports if "test" in entry][:total]
-    result = [entry["code"] if entry.get("code") in (PASS, WRONG, ERROR) else ERROR for entry in tests]
+    result = [
+        entry["code"] if entry.get("code") in (PASS, WRONG, ERROR) else ERROR for entry in tests
+    ]
     notes = [_said(entry.get("note")) for entry in tests]
     gone = bool(tests) and tests[-1].get("gone") is True
     if len(result) == total and not gone:
         return {"result": result, "notes": notes}
     fault = None
     if last_words:
-        words, last_stderr = last_words
-        fault = _fault(request["ended"], _last_reports(words), last_stderr) or (ERROR, "it exited early")
+        words, errors = last_words
+        fault = _fault(request["ended"], _last_reports(words), errors) or (ERROR, "it exited early")
     fault = fault or _fault(request["outcome"], reports, stderr)
     code, note = fault or (ERROR, notes[-1] if notes else "the tests ended early")
     if code == COMPILE_ERROR:
@@ -215,7 +217,9 @@ def _same_tagged(expected: dict[str, Any], value: dict[str, Any]) -> bool:
     gold_pairs = [(_key(key), item) for key, item in gold]
     answer_pairs.sort(key=lambda pair: pair[0])
     gold_pairs.sort(key=lambda pair: pair[0])
-    return all(k == g and _same(x, y) for (k, x), (g, y) in zip(gold_pairs, answer_pairs, strict=True))
+    return all(
+        k == g and _same(x, y) for (k, x), (g, y) in zip(gold_pairs, answer_pairs, strict=True)
+    )
 
 
 def _sorted(items: list[Any]) -> list[str]:

@@ -97,7 +97,9 @@ class Zygote:
             os.chdir(self._scratch)
             kernel.hold_capabilities(0)
             landlock.restrict(self._ruleset)
-            out_of_the_way = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 16) for descriptor in descriptors]
+            out_of_the_way = [
+                fcntl.fcntl(descriptor, fcntl.F_DUPFD, 16) for descriptor in descriptors
+            ]
             for place, descriptor in enumerate(out_of_the_way):
                 os.dup2(descriptor, place)
             os.closerange(len(out_of_the_way), 1 << 20)
