@@ -36,8 +36,7 @@ from penstock.types import Prompt, StepReport
 from penstock.waits import Waits
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.processes.process_worker import ProcessWorker
-from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
-from penstock.workers.supervise.worker import Worker
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks, Worker
 
 REWARD = f"{Path(__file__).resolve()}:has_number"
 

@@ -34,8 +34,7 @@ from penstock.store.journal import Journal
 from penstock.types import StepReport, VersionSegment
 from penstock.waits import Waits
 from penstock.workers.pool.pool import EnginePool
-from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
-from penstock.workers.supervise.worker import Worker
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks, Worker
 
 GROUPS_PER_STEP, SLOTS = 512, 64
 

@@ -38,8 +38,7 @@ from penstock.types import Prompt, Rollout, Score, StepReport
 from penstock.waits import Waits
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.ray.actor import ActorWorker
-from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
-from penstock.workers.supervise.worker import Worker
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks, Worker
 
 GROUPS_PER_STEP, GENERATIONS = 128, 8
 

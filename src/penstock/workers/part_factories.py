@@ -160,12 +160,12 @@ def trainer_part(
     from penstock.weights.shared_memory import SharedMemorySync
 
     _set_rank_variables(config, rank, meeting)
-    own: ScratchFolder | None = None
+    node_folder: ScratchFolder | None = None
     if node and rank == 0:
-        own = ScratchFolder(Path(folder)) if folder else weight_folder()
-        folder = str(own.path)
+        node_folder = ScratchFolder(Path(folder)) if folder else weight_folder()
+        folder = str(node_folder.path)
     sync = SharedMemorySync(folder, node=node, on_device=_shares_device(config, kind))
-    return TrainerService(config, total_steps, sync, own)
+    return TrainerService(config, total_steps, sync, node_folder)
 
 
 def _shares_device(config: Config, kind: str) -> bool:

@@ -181,7 +181,7 @@ class Watchdog:
     def _waits_for_a_restart(self, wait: OpenWait | None) -> bool:
         """Whether the driver waits for a restart, which has its own time-out and limit."""
         others = self._waits.open.values()
-        return wait is None and any(one.what is WaitKind.RESTART for one in others)
+        return wait is None and any(other.what is WaitKind.RESTART for other in others)
 
     def _line(self, wait: OpenWait | None) -> str:
         now = self._waits.clock()

@@ -106,13 +106,13 @@ async def all_or_first_error(
     tasks = [asyncio.create_task(work) for work in starting]
     try:
         return list(await asyncio.gather(*tasks))
-    except BaseException:
+    except BaseException:  # a failed or stopped start: none may outlive it
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         if discard is not None:
-            made = [one for one in results if not isinstance(one, BaseException)]
-            await asyncio.gather(*map(discard, made), return_exceptions=True)
+            unwanted = [result for result in results if not isinstance(result, BaseException)]
+            await asyncio.gather(*map(discard, unwanted), return_exceptions=True)
         raise
 
 
@@ -124,7 +124,7 @@ async def start_or_close(
     """Await the start of workers; if it fails or is stopped, close all of them, clean up and raise."""
     try:
         await starting
-    except BaseException:
+    except BaseException:  # a failed or stopped start: no worker may outlive it
         await asyncio.gather(*(worker.close() for worker in workers))
         await clean_up()
         raise
@@ -141,9 +141,9 @@ async def start_all(trainer: Supervised, engines: list[Supervised], settings: La
             raise RunError(
                 f"trainer: its device memory is not free after {settings.start_timeout_s:g} s"
             ) from None
-        await all_or_first_error(*(one.start() for one in engines))
+        await all_or_first_error(*(engine.start() for engine in engines))
     else:
-        await all_or_first_error(*(one.start() for one in (trainer, *engines)))
+        await all_or_first_error(*(worker.start() for worker in (trainer, *engines)))
 
 
 def colocated_publishes(config: Config, total_steps: int) -> Callable[[int], bool] | None:
@@ -174,7 +174,7 @@ def assemble(
     publications go on without a late engine.
     """
     everyone = [trainer, *engines]
-    places = ", ".join(f"{one.name} {one.worker.place}" for one in everyone if one.worker)
+    places = ", ".join(f"{part.name} {part.worker.place}" for part in everyone if part.worker)
     restarting = RestartingTrainer(
         trainer, announces=sync != "in_process", replaced=events.replaced
     )
@@ -193,14 +193,14 @@ def assemble(
         confirmed=events.confirmed,
     )
     part = restarting if publishes is None else ColocatedTrainer(restarting, engine, publishes)
-    supervised = ChainMap({one.name: one for one in everyone})
+    supervised = ChainMap({worker.name: worker for worker in everyone})
     if copies is not None:
         supervised.maps.append(copies.supervised)  # distributors are started later
 
     async def scale(count: int) -> str:
         before = engine.count
-        for one in await engine.scale(count):
-            supervised[one.name] = one
+        for worker in await engine.scale(count):
+            supervised[worker.name] = worker
         events.note(line := f"producers: {before} -> {engine.count}")
         return line
 

@@ -17,8 +17,7 @@ from penstock.waits import Waits
 from penstock.workers.inline import ThreadWorker
 from penstock.workers.pool.pool import EnginePool, UpdateOrder
 from penstock.workers.pool.weights import NewestWeights
-from penstock.workers.supervise.supervised import Restarts, Supervised, SupervisionCallbacks
-from penstock.workers.supervise.worker import Worker
+from penstock.workers.supervise.supervised import Restarts, Supervised, SupervisionCallbacks, Worker
 from stages import tiny_policy as tiny
 from stages.engine_case import EngineCase, run
 from stages.fake_engine import FakeEngine

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.run.twin.virtual_time import VirtualClock
 from penstock.types import WeightHandle, expand_segments
-from penstock.workers.pool.engine import ENDED
+from penstock.workers.pool.requests import ENDED
 from stages.paced_engine import PacedEngine, length_of, logprobs_of, request_of, tokens_of
 from stages.supervised import EngineCrew
 

@@ -24,8 +24,8 @@ from penstock.workers.supervise.supervised import (
     Restarts,
     Supervised,
     SupervisionCallbacks,
+    Worker,
 )
-from penstock.workers.supervise.worker import Worker
 
 Spawn = Callable[[str, str, str], Awaitable[Worker]]  # name, node, folder of its predecessor
 _TIMES_RECEIVED = 5

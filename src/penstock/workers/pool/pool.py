@@ -18,9 +18,18 @@ from penstock.engine.protocol import EngineStats, Generation, GenerationRequest,
 from penstock.errors import EngineError, EnginesLost, PartFailed, RunError, UserError, WorkerDied
 from penstock.types import WeightHandle
 from penstock.waits import WaitKind, Waits
-from penstock.workers.pool.engine import ENDED, MOVES, WORKING, Engine, EngineState, LentEngine
 from penstock.workers.pool.node_copies import NodeCopies
-from penstock.workers.pool.requests import PromptBatch, Requests, empty_answer
+from penstock.workers.pool.requests import (
+    ENDED,
+    MOVES,
+    WORKING,
+    Engine,
+    EngineState,
+    LentEngine,
+    PromptBatch,
+    Requests,
+    empty_answer,
+)
 from penstock.workers.pool.scheduler import Scheduler
 from penstock.workers.pool.weights import Loads, NewestWeights, Renew
 from penstock.workers.supervise.supervised import Call, Restarts, Supervised
@@ -99,8 +108,8 @@ class EnginePool:
         self._asleep = False
         self._shares_gpu = shares_gpu
         self._changed = asyncio.Event()  # a state, a reserved start or a waiting request changed
-        for one in supervised:
-            self._adopt(Engine(one, len(self._engines)))
+        for worker in supervised:
+            self._adopt(Engine(worker, len(self._engines)))
 
     def _adopt(self, engine: Engine) -> None:
         self._engines.append(engine)
@@ -185,7 +194,7 @@ class EnginePool:
         await self._reserve_gpu(engine)
         try:
             yield
-        except BaseException:
+        except BaseException:  # a failed or cancelled start: the trainer must not wait for it
             self._end_start(engine)
             raise
 
@@ -270,14 +279,13 @@ class EnginePool:
         """Let the engine's running requests finish, then close it."""
         self._move(engine, EngineState.RETIRED)
         self._starts.add(engine)
-        one = engine.supervised
         try:
             with contextlib.suppress(EngineError, WorkerDied):  # a dead engine ends the same way
-                await one.call("pause", "wait")
-            await one.close()
+                await engine.supervised.call("pause", "wait")
+            await engine.supervised.close()
         finally:
             self._end_start(engine)
-        one.retire("it was drained")
+        engine.supervised.retire("it was drained")
 
     # ---- set aside
 
@@ -532,10 +540,10 @@ class EnginePool:
             rounds = [engines] if is_together else [[engine] for engine in engines]
             may_leave = self._may_leave and is_together and self._may_be_late(handle)
             load, tell = partial(self._load_into, handle), partial(self._tell_loaded, handle)
-            made = [
+            digests = [
                 await self._loads.together(some, load, tell, may_leave=may_leave) for some in rounds
             ]
-            return [digest for digests in made for digest in digests]
+            return [digest for loaded in digests for digest in loaded]
 
     async def _load_into(self, handle: WeightHandle, engine: Engine) -> list[str]:
         """Load weights into one engine; return its digest, or nothing if it died."""

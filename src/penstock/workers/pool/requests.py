@@ -1,27 +1,71 @@
-"""The way of a request through the pool: queued, bound to an engine, answered or aborted.
+"""The engines of a pool, and the way of a request to one of them: queued, bound, answered or aborted.
 
 The requests of one prompt go to one engine together, when it has a free slot (`scheduler.py` decides, this
 file acts). Requests of a dead engine are retried on another one, or wait for the first that serves again, so a
-death costs time and no group. The states of engines belong to `pool.py`.
+death costs time and no group. An engine that was set aside serves one user alone (`LentEngine`). Which
+state an engine is in is decided by `pool.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Self
 
 import numpy as np
 
-from penstock.engine.protocol import FinishReason, Generation, GenerationRequest
-from penstock.errors import EngineError, PartFailed, WorkerDied
-from penstock.workers.pool.engine import Engine, Judge, abort_on
+from penstock.engine.protocol import EngineStats, FinishReason, Generation, GenerationRequest
+from penstock.errors import EngineError, PartFailed, RunError, WorkerDied
+from penstock.types import WeightHandle
 from penstock.workers.pool.scheduler import Scheduler, Work
+from penstock.workers.supervise.supervised import Supervised
 
 # A request fails after so many deaths of the only engine that served. More than launch.max_restarts by
 # default: then the run stops with the reason of the deaths instead.
 _LAST_ENGINE_DEATHS = 5
+
+
+class EngineState(StrEnum):
+    """The state of one engine; `EnginePool` documents the moves."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    ASIDE = "set aside"
+    DEAD = "dead"
+    RETIRED = "retired"
+
+
+WORKING = (EngineState.SERVING, EngineState.ASIDE)  # states of an engine with a worker
+ENDED = (EngineState.DEAD, EngineState.RETIRED)
+MOVES = {
+    EngineState.STARTING: {EngineState.SERVING, *ENDED},
+    EngineState.SERVING: {EngineState.STARTING, EngineState.ASIDE, *ENDED},
+    EngineState.ASIDE: {EngineState.STARTING, EngineState.SERVING, *ENDED},
+    EngineState.DEAD: set(),
+    EngineState.RETIRED: set(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One engine: its supervised worker and what the pool knows of it."""
+
+    supervised: Supervised
+    index: int
+    state: EngineState = EngineState.SERVING
+    reason: str = ""  # why it is dead
+    loaded: tuple[int, str] | None = None  # version and digest that its worker confirmed
+    loading: WeightHandle | None = None  # what its worker was asked to load and has not confirmed
+    slots: int = 0  # requests that it runs at once, from its last stats; 0: unknown
+    tokens: int = 0  # tokens that the current worker generated, from its last stats
+    earlier_tokens: int = 0  # tokens that its dead workers generated
+
+    @property
+    def name(self) -> str:
+        return self.supervised.name
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -80,6 +124,19 @@ def empty_answer(request_id: str, reason: FinishReason, error: str = "") -> Gene
         finish_reason=reason,
         error=error,
     )
+
+
+# Judges the answer of an engine, or its error: returns what its requests get, and whether it died.
+Judge = Callable[
+    [Engine, list[GenerationRequest], list[Generation] | RunError],
+    Awaitable[tuple[list[Generation], bool]],
+]
+
+
+async def abort_on(engine: Engine, request_ids: list[str]) -> None:
+    for request_id in request_ids:
+        with contextlib.suppress(RunError):  # a failed abort costs tokens and no more
+            await engine.supervised.call("abort", request_id)
 
 
 class Requests:
@@ -270,3 +327,38 @@ class Requests:
     async def aborts_sent(self) -> None:
         """Wait for the aborts of cancelled callers."""
         await asyncio.gather(*self._aborting, return_exceptions=True)
+
+
+class LentEngine:
+    """One engine that was set aside; its death is an EngineError to its user."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        judge: Judge,
+        stats: Callable[[Engine], Awaitable[EngineStats]],
+    ) -> None:
+        """stats: raises WorkerDied if the engine has died."""
+        self._engine, self._judge, self._stats = engine, judge, stats
+
+    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
+        try:
+            answer = await self._engine.supervised.call("generate_many", requests)
+        except (WorkerDied, PartFailed, EngineError) as error:
+            answer = error
+        generations, died = await self._judge(self._engine, requests, answer)
+        if died:
+            raise EngineError(f"{self._engine.name}: it died with {len(requests)} requests")
+        return generations
+
+    async def abort(self, request_id: str) -> None:
+        await abort_on(self._engine, [request_id])
+
+    async def stats(self) -> EngineStats:
+        """Wait for a worker that is being restarted, then ask it."""
+        try:
+            if self._engine.supervised.worker is None:
+                await self._engine.supervised.ready()
+            return await self._stats(self._engine)
+        except WorkerDied as error:
+            raise EngineError(str(error)) from error

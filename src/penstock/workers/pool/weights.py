@@ -19,8 +19,8 @@ from penstock.engine.protocol import Generation
 from penstock.errors import EngineError, WeightsGone
 from penstock.types import WeightHandle
 from penstock.waits import loop_time
-from penstock.workers.pool.engine import Engine
 from penstock.workers.pool.node_copies import NodeCopies
+from penstock.workers.pool.requests import Engine
 from penstock.workers.supervise.supervised import Call
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class NewestWeights:
         self._confirm(handle.version, digest)
         return digest
 
-    def sampled(self, engine: Engine, made: list[Generation]) -> None:
+    def sampled(self, engine: Engine, answers: list[Generation]) -> None:
         """Take tokens as the confirmation of a load whose answer is late or lost.
 
         An engine labels tokens with a version only after it has compared the digest. Without this a
@@ -93,7 +93,7 @@ class NewestWeights:
         """
         handle = engine.loading
         if handle is not None and any(
-            segment.version == handle.version for one in made for segment in one.segments
+            segment.version == handle.version for answer in answers for segment in answer.segments
         ):
             self._confirm(handle.version, handle.digest)
 
@@ -184,7 +184,7 @@ class Loads:
             answers = await asyncio.gather(*tasks, return_exceptions=True)
             if self._late and not (may_leave and tasks):
                 await asyncio.wait(self._late.values())
-        except BaseException:  # cancelled
+        except BaseException:  # cancelled: no load may outlive it
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

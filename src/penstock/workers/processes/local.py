@@ -18,9 +18,8 @@ from penstock.workers.processes.process_worker import (
     trainer_imports,
     trainer_names,
 )
-from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks, Worker
 from penstock.workers.supervise.trainer import RankGroup, port_of, reserve_port
-from penstock.workers.supervise.worker import Worker
 from penstock.workers.workers import (
     Workers,
     all_or_first_error,

@@ -89,14 +89,14 @@ class ProcessWorker:
     def __init__(
         self,
         name: str,
-        made: WorkerProcess,
+        worker_process: WorkerProcess,
         log_path: Path,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
         self.name = name
-        self._process = made.process
-        self._dumped = made.dumped
+        self._process = worker_process.process
+        self._dumped = worker_process.dumped
         self._log_path = log_path
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count()
@@ -122,17 +122,19 @@ class ProcessWorker:
         imports: what the process imports before it reads what to build.
         """
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        made = _take_early(name, threads) or WorkerProcess.spawn(log_path, threads, imports)
-        StartDisplay.worker_stage(name, "starting Python", made.started)
+        worker_process = _take_early(name, threads) or WorkerProcess.spawn(
+            log_path, threads, imports
+        )
+        StartDisplay.worker_stage(name, "starting Python", worker_process.started)
         try:
             reader, writer = await asyncio.open_connection(
-                sock=made.connection, limit=_STREAM_LIMIT
+                sock=worker_process.connection, limit=_STREAM_LIMIT
             )
         except BaseException:  # a stop during the start: the process must not outlive it
-            made.discard()
+            worker_process.discard()
             raise
         write_frame(writer, (sys.path, name, str(log_path.absolute()), factory, args))
-        worker = cls(name, made, log_path, reader, writer)
+        worker = cls(name, worker_process, log_path, reader, writer)
         try:
             async with asyncio.timeout(timeout_s):
                 await worker.call("__start__")
@@ -141,7 +143,7 @@ class ProcessWorker:
             raise RunError(
                 f"{name}: not ready after {timeout_s:g} s; its log is {log_path}"
             ) from None
-        except BaseException:
+        except BaseException:  # a failed or stopped start: the process must not outlive it
             await worker.close()
             raise
         StartDisplay.worker_stage(name, READY, time.time())
@@ -277,10 +279,10 @@ class ProcessWorker:
 
 def _take_early(name: str, threads: int) -> WorkerProcess | None:
     """The process that was started early for this worker, if it is alive and has these threads."""
-    made = EARLY.get({}).pop(name, None)
-    if made is None or (made.process.poll() is None and made.threads == threads):
-        return made
-    made.discard()
+    early = EARLY.get({}).pop(name, None)
+    if early is None or (early.process.poll() is None and early.threads == threads):
+        return early
+    early.discard()
     return None
 
 

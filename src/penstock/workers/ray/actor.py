@@ -157,7 +157,7 @@ class ActorWorker:
             append_to_log(log_path.parent, log_path.stem, str(error))
             line = f"{name}: the actor could not be started: {why(error)} (log: {log_path})"
             raise WorkerDied(line) from error
-        except BaseException:
+        except BaseException:  # a stop during the start: the actor must not outlive it
             ray.kill(actor)
             raise
         return cls(name, actor, where, log_path, note)

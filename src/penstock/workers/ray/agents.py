@@ -23,8 +23,7 @@ from penstock.rollout.agent.build import build_loop
 from penstock.types import Rollout
 from penstock.waits import WaitKind, Waits
 from penstock.workers.rpc import portable_error
-from penstock.workers.supervise.supervised import Supervised
-from penstock.workers.supervise.worker import Worker
+from penstock.workers.supervise.supervised import Supervised, Worker
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -56,12 +55,12 @@ class RelayedEngine:
         self._numbers = itertools.count()
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        made: Generation = await self._ask("generate", request)
-        return made
+        generation: Generation = await self._ask("generate", request)
+        return generation
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-        made: list[Generation] = await self._ask("generate_many", requests)
-        return made
+        generations: list[Generation] = await self._ask("generate_many", requests)
+        return generations
 
     async def abort(self, request_id: str) -> None:
         await self._ask("abort", request_id)
@@ -182,8 +181,10 @@ class ActorAgentLoop(AgentLoop):
         try:
             # no responder: the actor mostly waits for an engine, whose own wait is watched
             with self._waits.wait(actor.name, WaitKind.GENERATE, "a group of an agent"):
-                made: list[Rollout] = await worker.call("generate_group", number, rollouts, partial)
-                return made
+                group: list[Rollout] = await worker.call(
+                    "generate_group", number, rollouts, partial
+                )
+                return group
         except asyncio.CancelledError:
             self._start(_unless_dead(worker.call("cancel", number)))
             raise

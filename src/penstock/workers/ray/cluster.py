@@ -23,9 +23,14 @@ from penstock.workers.pool.node_copies import NodeCopies
 from penstock.workers.ray.actor import ActorWorker
 from penstock.workers.ray.agents import ActorAgentLoop
 from penstock.workers.ray.placement import Placement, PlacementSlot, bundles
-from penstock.workers.supervise.supervised import Call, Restarts, Supervised, SupervisionCallbacks
+from penstock.workers.supervise.supervised import (
+    Call,
+    Restarts,
+    Supervised,
+    SupervisionCallbacks,
+    Worker,
+)
 from penstock.workers.supervise.trainer import RankGroup
-from penstock.workers.supervise.worker import Worker
 from penstock.workers.workers import (
     Workers,
     all_or_first_error,
@@ -48,7 +53,7 @@ async def start(
         await placement.reserve()
         actors = _Actors(config, log_folder, placement, kind, events)
         return await _start_parts(actors, total_steps, ours)
-    except BaseException:
+    except BaseException:  # a failed or stopped start: nothing stays reserved
         placement.release()
         disconnect(ours)
         raise
@@ -150,7 +155,7 @@ async def _start_agent(
             workers.supervised[name] = actor
             loop.add(actor)
         await all_or_first_error(*(actor.start() for actor in loop.actors))
-    except BaseException:
+    except BaseException:  # a failed or stopped start: no actor may outlive it
         await loop.close()
         raise
     return loop
@@ -192,7 +197,7 @@ class _Actors:
             )
         except WorkerDied:
             raise
-        except BaseException:
+        except BaseException:  # a part that fails or is stopped: its actor must not outlive it
             await worker.close()
             raise
         return worker
@@ -218,7 +223,7 @@ def _spawn_engine(
     async def spawn_or_free() -> Worker:
         try:
             worker = await spawn()
-        except BaseException:
+        except BaseException:  # a failed or stopped start: its slot is for the next engine
             if not slot.has_served:
                 actors.placement.free(slot, f"engine-{number}")
             raise
@@ -246,8 +251,10 @@ def _spawn_trainer(actors: _Actors, total_steps: int) -> Callable[[], Awaitable[
         link = (actors.sync, folders.get(node, ""))
         await all_or_first_error(
             *(
-                actors.build(one, "trainer_part", config, total_steps, *link, rank, meeting, node)
-                for rank, one in enumerate(ranks)
+                actors.build(
+                    worker, "trainer_part", config, total_steps, *link, rank, meeting, node
+                )
+                for rank, worker in enumerate(ranks)
             )
         )
         for slot in slots:

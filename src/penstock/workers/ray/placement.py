@@ -72,8 +72,8 @@ class Node:
             self.left[key] = self.left.get(key, 0) - value
 
     def __str__(self) -> str:
-        own = {key: value for key, value in self.labels.items() if not key.startswith("ray.io/")}
-        return _words(self.left, own)
+        labels = {key: value for key, value in self.labels.items() if not key.startswith("ray.io/")}
+        return _words(self.left, labels)
 
 
 def bundles(settings: LaunchConfig) -> tuple[list[Need], list[Need]]:
@@ -104,7 +104,7 @@ def check_fit(settings: LaunchConfig, nodes: list[Node], agents: Need, num_agent
     asked += [("launch.ray_options.producers", need) for need in spread]
     asked += [("launch.ray_options.agents", agents)] * num_agents
     could = {str(need): sum(need.fits(node) for node in nodes) for _, need in asked}
-    asked.sort(key=lambda one: (could[str(one[1])], *_by_free_resources(one[1].resources)))
+    asked.sort(key=lambda entry: (could[str(entry[1])], *_by_free_resources(entry[1].resources)))
     while asked:
         role, need = asked[0]
         fitting = [node for node in left if need.fits(node)]
@@ -128,7 +128,7 @@ def _has_labels(labels: Labels, asked: Labels) -> bool:
     for key, wanted in asked.items():
         negated, text = wanted.startswith("!"), wanted.removeprefix("!")
         is_list = text.startswith("in(") and text.endswith(")")
-        values = [one.strip() for one in text[3:-1].split(",")] if is_list else [text]
+        values = [value.strip() for value in text[3:-1].split(",")] if is_list else [text]
         if (labels.get(key) in values) == negated:
             return False
     return True
@@ -325,7 +325,7 @@ class Placement:
             self._add(Reservation([asked], "SPREAD", target=target))
             for asked, target in zip(spread, targets, strict=True)
         ]
-        await asyncio.gather(*(one.ready() for one in groups))
+        await asyncio.gather(*(group.ready() for group in groups))
         self.producers = [
             PlacementSlot(group, 0, place.num_cpus, place.num_gpus, place)
             for group, place in zip(groups, places, strict=True)

@@ -23,9 +23,9 @@ def activity_of(pid: int, proc: Path = Path("/proc")) -> float | None:
         return None
     total, left = 0.0, [pid]
     while left:
-        one = left.pop()
-        total += times[one] + _bytes_moved(proc / str(one)) / BYTES_PER_SECOND
-        left += children[one]
+        process = left.pop()
+        total += times[process] + _bytes_moved(proc / str(process)) / BYTES_PER_SECOND
+        left += children[process]
     return total
 
 

@@ -17,13 +17,45 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.config import LaunchConfig
 from penstock.errors import PenstockError, WorkerDied
 from penstock.files import say
 from penstock.waits import OpenWait, WaitKind, Waits, loop_time
-from penstock.workers.supervise.worker import Worker
+
+
+class Worker(Protocol):
+    """A part in another process or thread. Calls raise WorkerDied once the worker has ended."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def place(self) -> str:
+        """Where the worker runs: a process id, a node."""
+
+    @property
+    def can_be_killed(self) -> bool:
+        """False for a part of this process."""
+
+    async def call(self, method: str, *args: Any) -> Any: ...
+
+    async def ended(self) -> str:
+        """Wait until the worker has ended; return the reason."""
+
+    async def stack(self) -> str:
+        """What the worker's threads are doing; empty for a part of this process."""
+
+    async def activity(self) -> float | None:
+        """The seconds of work that the worker has spent (`activity.py`); None if unknown."""
+
+    async def kill(self) -> None:
+        """End the worker now, even if it is blocked."""
+
+    async def close(self) -> None:
+        """Let the worker end, and make sure that it does."""
+
 
 Spawn = Callable[[], Awaitable[Worker]]
 Call = Callable[..., Awaitable[Any]]  # call("method", *args) of one worker
@@ -280,7 +312,7 @@ class Supervised:
             try:
                 assert self._prepare is not None
                 await self._prepare(partial(call_worker, worker, self._events.waits))
-            except BaseException:
+            except BaseException:  # not prepared: the worker must not outlive it
                 await worker.close()
                 raise
             finally:

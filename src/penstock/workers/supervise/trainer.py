@@ -20,8 +20,7 @@ from typing import Any, Protocol
 from penstock.config import ParallelConfig
 from penstock.errors import WorkerDied, WrongStep
 from penstock.types import Batch, StepReport, WeightHandle
-from penstock.workers.supervise.supervised import Call, Restarts, Supervised, nothing
-from penstock.workers.supervise.worker import Worker
+from penstock.workers.supervise.supervised import Call, Restarts, Supervised, Worker, nothing
 
 _OTHERS_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 5.0
@@ -147,7 +146,7 @@ class RankGroup:
 def _one_report(reports: Sequence[StepReport]) -> StepReport:
     """The first rank's report with the groups of all shares, in the order of the batch."""
     turns = itertools.zip_longest(*(report.trained for report in reports))
-    return replace(reports[0], trained=tuple(one for turn in turns for one in turn if one))
+    return replace(reports[0], trained=tuple(group for turn in turns for group in turn if group))
 
 
 async def _end_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
