@@ -164,7 +164,7 @@ def clusters(sizes: list[int], times: float) -> None:
         words += ["sampling.max_tokens=2048", "engine.max_slots=512", "produce.max_staleness=2"]
         if gpus == 1:
             words += ["launch.colocate=true"]
-        config = load_config(None, [*words, "checkpoint.every_minutes=0"]).config
+        config = load_config(None, [*words, "checkpoint.every_steps=10000"]).config
         tried = plan.split_configs(config, gpus) if gpus > 1 else [config]
         steps = max(6, 2000 // batch)
         best = max(

@@ -163,7 +163,7 @@ def test_a_function_that_can_be_imported_needs_no_program() -> None:
     tables, objects = api.name_rewards(local)
     assert tables is not None
     assert [one["type"] for one in tables] == ["python:reward", "python:reward_2", "boxed"]
-    with plugins.given(objects):
+    with plugins.python_objects(objects):
         assert plugins.load("reward", "python:reward_2", {})("") == 2.0
         assert plugins.fingerprint("python:reward") != ""
     assert plugins.fingerprint("python:reward") == ""

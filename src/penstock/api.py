@@ -392,7 +392,7 @@ def _inputs(
     from penstock.config import plugins
     from penstock.files import ScratchFolder
 
-    with ScratchFolder.new("rows") as scratch, plugins.given(objects):
+    with ScratchFolder.new("rows") as scratch, plugins.python_objects(objects):
         settings, files = dict[str, str](), list[Path]()
         for key, source in sources.items():
             if isinstance(source, str | Path):

@@ -112,10 +112,10 @@ def _is_whole_task(key: str, old: dict[str, object], new: dict[str, object]) -> 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, object]:
     """The settings of a tree by their dotted keys."""
-    found: dict[str, object] = {}
+    settings: dict[str, object] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            found.update(flat(value, f"{prefix}{key}."))
+            settings.update(flat(value, f"{prefix}{key}."))
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            settings[f"{prefix}{key}"] = value
+    return settings

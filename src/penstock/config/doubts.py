@@ -12,39 +12,39 @@ from penstock.config import Config, LaunchConfig, ProduceConfig
 
 def doubts(config: Config) -> list[str]:
     """A line for each setting that is legal but probably a mistake."""
-    found = []
+    lines = []
     for task in config.tasks:
         produce, sampling = config.task_produce(task), config.task_sampling(task)
         if sampling.cuts_tokens:
-            found.append(
+            lines.append(
                 f"tasks.{task}: top_k {sampling.top_k} and top_p {sampling.top_p} cut tokens that the trainer "
                 "counts, and importance weights have to make up for it: leave both off, or watch mismatch/kl"
             )
-        found += [f"tasks.{task}: {line}" for line in _without_effect(config, produce)]
+        lines += [f"tasks.{task}: {line}" for line in _without_effect(config, produce)]
     ahead = [config.task_produce(task) for task in config.tasks]
     if config.sync.on_update != "keep" and not any(map(_generates_during_updates, ahead)):
-        found.append(
+        lines.append(
             f"sync.on_update {config.sync.on_update} has no effect without run-ahead and oversampling: no response "
             "is being generated when new weights arrive"
         )
     if config.launch.colocate and config.launch.kind == "inline":
-        found.append(
+        lines.append(
             "launch.colocate has no effect with launch.kind inline: one process holds both sides"
         )
     if config.launch.kind != "ray":
-        found += [
+        lines += [
             f"{key} has no effect with launch.kind {config.launch.kind}: only a Ray cluster has "
             "nodes to choose from"
             for key in _places(config.launch)
         ]
     trained = [name for name, task in config.tasks.items() if task.system_prompt]
-    found += [
+    lines += [
         f"eval.tasks.{name}: evaluated without a system prompt, but trained with that of "
         f"tasks.{trained[0]}: set eval.tasks.{name}.system_prompt"
         for name, task in config.eval.tasks.items()
         if trained and not task.system_prompt
     ]
-    return found
+    return lines
 
 
 def _places(launch: LaunchConfig) -> Iterator[str]:
@@ -64,9 +64,9 @@ def _generates_during_updates(produce: ProduceConfig) -> bool:
 
 def _without_effect(config: Config, produce: ProduceConfig) -> list[str]:
     """A line for each switch of [produce] that does nothing in this run."""
-    aborts, found = config.sync.on_update == "abort", []
+    aborts, lines = config.sync.on_update == "abort", []
     if produce.enable_partial_rollout and not aborts:
-        found.append(
+        lines.append(
             f"enable_partial_rollout has no effect with sync.on_update {config.sync.on_update}: only abort stops a "
             "response before its end"
         )
@@ -75,17 +75,17 @@ def _without_effect(config: Config, produce: ProduceConfig) -> list[str]:
         and produce.max_staleness == 0
         and config.sync.every_steps == 1
     ):
-        found.append(
+        lines.append(
             "enable_partial_rollout has no effect with max_staleness 0 and sync.every_steps 1: every partial "
             "response has expired before it can continue"
         )
     if produce.tail_batch_trigger_size and not produce.over_sample_threshold and not aborts:
-        found.append(
+        lines.append(
             f"tail_batch_trigger_size has no effect with over_sample_threshold 0 and sync.on_update "
             f"{config.sync.on_update}: steps wait for every group, so none expires"
         )
     if produce.pause_timeout_s != ProduceConfig().pause_timeout_s and not aborts:
-        found.append(
+        lines.append(
             f"pause_timeout_s has no effect with sync.on_update {config.sync.on_update}: nothing is aborted"
         )
-    return found
+    return lines

@@ -25,22 +25,24 @@ from typing import Any
 from penstock.errors import UserError
 
 PYTHON = "python:"  # begins the name of an object that a Python program gives
-_given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxyType({}))
+_python_objects: ContextVar[Mapping[str, Any]] = ContextVar(
+    "python_objects", default=MappingProxyType({})
+)
 
 
 @contextmanager
-def given(objects: Mapping[str, Any]) -> Iterator[None]:
+def python_objects(objects: Mapping[str, Any]) -> Iterator[None]:
     """Let `load` find these objects as `python:NAME` inside the block, also in its tasks and threads."""
-    token = _given.set({**_given.get(), **objects})
+    token = _python_objects.set({**_python_objects.get(), **objects})
     try:
         yield
     finally:
-        _given.reset(token)
+        _python_objects.reset(token)
 
 
 def fingerprint(name: str) -> str:
-    """Twelve digits that depend on the source of a given object; empty if it is not given."""
-    target = _given.get().get(name.removeprefix(PYTHON))
+    """Twelve digits that depend on the source of a `python:NAME` object; empty without such an object."""
+    target = _python_objects.get().get(name.removeprefix(PYTHON))
     if target is None:
         return ""
     try:
@@ -62,7 +64,7 @@ def load(kind: str, name: str, table: Mapping[str, str]) -> Any:
     """The object that `name` stands for, importing its module."""
     check_name(kind, name, table)
     if name.startswith(PYTHON):
-        return _load_given(kind, name)
+        return _load_python_object(kind, name)
     module_name, _, attribute = table.get(name, name).rpartition(":")
     try:
         module = _import(module_name)
@@ -96,13 +98,13 @@ def place_of(error: Exception) -> str:
     if isinstance(error, SyntaxError):
         return f" ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    return f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
 
 
-def _load_given(kind: str, name: str) -> Any:
+def _load_python_object(kind: str, name: str) -> Any:
     try:
-        return _given.get()[name.removeprefix(PYTHON)]
+        return _python_objects.get()[name.removeprefix(PYTHON)]
     except KeyError:
         raise UserError(
             f"{kind}: got {name!r}, a function of the Python program that began the run; "

@@ -37,14 +37,14 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_no_switch_for_a_number(cls, given: Any) -> Any:
-        for name, value in given.items() if isinstance(given, dict) else ():
+    def _take_no_switch_for_a_number(cls, fields: Any) -> Any:
+        for name, value in fields.items() if isinstance(fields, dict) else ():
             field = cls.model_fields.get(name)
             if isinstance(value, bool) and field is not None:
                 kinds = (field.annotation, *get_args(field.annotation))
                 if (int in kinds or float in kinds) and bool not in kinds:
                     raise ValueError(f"{name} got {value}, allowed: a number")
-        return given
+        return fields
 
 
 S = TypeVar("S", bound=Section)
@@ -232,12 +232,6 @@ class ProduceSettings(Section):
         return 0 if self.strategy == "sync" else self.max_staleness
 
 
-_FUNCTIONS = {
-    "is_valid_sample_fn": "is_valid_sample",
-    "should_continue_fn": "should_continue",
-}
-
-
 class ProduceConfig(ProduceSettings):
     max_buffered_groups: int = Field(0, ge=0)
     """Most completed groups of a task in the replay buffer; 0: as many as staleness allows."""
@@ -249,13 +243,12 @@ class ProduceConfig(ProduceSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_names_of_functions(cls, given: Any) -> Any:
-        """Accept the names that the Python configs have: is_valid_sample_fn, should_continue_fn."""
-        return (
-            {_FUNCTIONS.get(k, k): v for k, v in given.items()}
-            if isinstance(given, dict)
-            else given
-        )
+    def _take_name_of_python(cls, fields: Any) -> Any:
+        """Accept the name that the Python configs have: is_valid_sample_fn."""
+        if isinstance(fields, dict) and "is_valid_sample_fn" in fields:
+            fields = {**fields, "is_valid_sample": fields["is_valid_sample_fn"]}
+            del fields["is_valid_sample_fn"]
+        return fields
 
 
 class EngineConfig(Section):
@@ -445,9 +438,7 @@ class EvalConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: int = Field(0, ge=0)
-    """Updates between checkpoints; 0: by minutes only. The end of a run and Ctrl-C always write one."""
-    every_minutes: float = Field(10.0, ge=0)
-    """Minutes between checkpoints, if that comes before every_steps; 0: by steps only."""
+    """Updates between checkpoints; 0: ten minutes between them. The end of a run and Ctrl-C always write one."""
     keep: int = Field(2, ge=1)
     """How many checkpoints are kept, the newest ones."""
 

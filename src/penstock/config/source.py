@@ -39,8 +39,8 @@ class LoadedConfig:
         """Where the value of a key came from."""
         parts = key.split(".")
         for length in range(len(parts), 0, -1):
-            if found := self.origins.get(".".join(parts[:length])):
-                return found
+            if origin := self.origins.get(".".join(parts[:length])):
+                return origin
         below = [origin for other, origin in self.origins.items() if other.startswith(f"{key}.")]
         return below[0] if below else "default"
 
@@ -168,7 +168,7 @@ def toml_value(value: Any) -> str:
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         for raw, code in (("\n", "\\n"), ("\t", "\\t"), ("\r", "\\r")):
             escaped = escaped.replace(raw, code)
-        return '"' + _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", escaped) + '"'
+        return '"' + _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", escaped) + '"'
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, Mapping):
@@ -193,21 +193,21 @@ def config_lines(loaded: LoadedConfig, only: str = "") -> Iterator[str]:
 def _lines(
     section: BaseModel, tree: dict[str, Any], prefix: str, loaded: LoadedConfig, only: str
 ) -> Iterator[str]:
-    own, below = list[str](), list[str]()
+    settings, tables = list[str](), list[str]()
     for name, field in type(section).model_fields.items():
         value, key = getattr(section, name), f"{prefix}{name}"
         if isinstance(value, BaseModel):
-            below += _lines(value, tree[name], f"{key}.", loaded, only)
+            tables += _lines(value, tree[name], f"{key}.", loaded, only)
         elif _is_table_of_sections(value):
             for item, inner in value.items():
                 table = f"{key}.{toml_key(item)}."
-                below += _lines(inner, tree[name][item], table, loaded, only)
+                tables += _lines(inner, tree[name][item], table, loaded, only)
         elif only in key.lower() or only in (field.description or "").lower():
-            own += _setting(name, tree[name], field, loaded.origin(key))
-    if own and prefix:
+            settings += _setting(name, tree[name], field, loaded.origin(key))
+    if settings and prefix:
         yield f"[{prefix.removesuffix('.')}]"
-    yield from own
-    yield from below
+    yield from settings
+    yield from tables
 
 
 def _is_table_of_sections(value: object) -> bool:

@@ -153,7 +153,7 @@ groups_per_step = {groups}    # prompts in an update
 lr = {lr}
 {evaluation}
 [checkpoint]
-every_minutes = 10
+every_steps = 0               # updates between checkpoints; 0: ten minutes between them
 """
 _EVALUATION = """
 [eval]

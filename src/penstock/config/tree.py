@@ -124,13 +124,13 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _inherit_prompts(cls, given: Any) -> Any:
+    def _inherit_prompts(cls, tree: Any) -> Any:
         """Give an evaluation task what all training tasks share and the config does not set for it."""
-        if not isinstance(given, dict) or not isinstance(given.get("eval"), dict):
-            return given
-        tasks, evaluations = given.get("tasks", {}), given["eval"].get("tasks", {})
+        if not isinstance(tree, dict) or not isinstance(tree.get("eval"), dict):
+            return tree
+        tasks, evaluations = tree.get("tasks", {}), tree["eval"].get("tasks", {})
         if not all(_is_table_of_tables(tables) for tables in (tasks, evaluations)):
-            return given
+            return tree
         shared = {
             key: values[0]
             for key in _INHERITED
@@ -138,25 +138,21 @@ class Config(Section):
             and values.count(values[0]) == len(values)
         }
         merged = {name: shared | task for name, task in evaluations.items()}
-        return given | {"eval": given["eval"] | {"tasks": merged}}
+        return tree | {"eval": tree["eval"] | {"tasks": merged}}
 
     @model_validator(mode="before")
     @classmethod
-    def _count_servers(cls, given: Any) -> Any:
+    def _count_servers(cls, tree: Any) -> Any:
         """Without launch.num_producers, the openai engine has one engine for each of its servers."""
         try:
-            engine, launch = given["engine"], given.get("launch", {})
+            engine, launch = tree["engine"], tree.get("launch", {})
             kinds = sum(kind.get("count", 1) for kind in launch.get("producer_kinds", ()))
             if engine["name"] != "openai" or "num_producers" in launch:
-                return given
+                return tree
             count = kinds + len(engine["options"]["urls"])
-        except (
-            AttributeError,
-            KeyError,
-            TypeError,
-        ):  # nothing to count; a wrong type is named later
-            return given
-        return given | {"launch": launch | {"num_producers": max(1, count)}}
+        except (AttributeError, KeyError, TypeError):  # none to count; a wrong type is named later
+            return tree
+        return tree | {"launch": launch | {"num_producers": max(1, count)}}
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:

@@ -28,6 +28,7 @@ from penstock.files import existing, sync
 from penstock.waits import loop_time
 
 MANIFEST = "manifest.json"
+INTERVAL_S = 600.0  # between checkpoints, unless checkpoint.every_steps says otherwise
 MAX_FAILURES = 3  # failures in a row after which the run stops
 # Only folders with exactly these names are ours; a user's step-8-best is never touched.
 _CHECKPOINT = re.compile(r"step-(0|[1-9]\d*)")
@@ -91,10 +92,10 @@ class CheckpointStore:
         return None if self._last is None else self._last.step
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is due, by steps or by minutes."""
-        every, minutes = self._settings.every_steps, self._settings.every_minutes
-        late = minutes > 0 and self._clock() - self._begun_at >= 60 * minutes
-        return late or (every > 0 and step % every == 0)
+        """Whether a checkpoint is due: every so many steps, or else every ten minutes."""
+        if every_steps := self._settings.every_steps:
+            return step % every_steps == 0
+        return self._clock() - self._begun_at >= INTERVAL_S
 
     async def begin(self, trainer: SnapshotSource) -> None:
         """Copy the trainer's state, and start writing the copy. Waits for: the previous write."""

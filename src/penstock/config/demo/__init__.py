@@ -28,9 +28,9 @@ def resolve_model_path(path: str) -> str:
     folder = Path(path).expanduser()
     is_local = folder.exists() or path.startswith((".", "/", "~"))
     if is_local and not (folder / "config.json").is_file():
-        found = "a folder without config.json" if folder.is_dir() else "no such folder"
+        reason = "a folder without config.json" if folder.is_dir() else "no such folder"
         raise UserError(
-            f"model.path: got {path!r} ({found}), allowed: a folder of a transformers model, "
+            f"model.path: got {path!r} ({reason}), allowed: a folder of a transformers model, "
             "a hub name, or demo"
         )
     return str(folder) if is_local else path
