@@ -15,8 +15,7 @@ from penstock.config import EvalTaskConfig, RewardConfig, TaskConfig
 from penstock.config.source import validate
 from penstock.data import Dataset, load_dataset, validate_source
 from penstock.data.chat import ChatTemplate, load_tokenizer
-from penstock.data.context import check_context
-from penstock.data.dataset import Example, read_examples
+from penstock.data.dataset import Example, check_context, count_overlap, read_examples
 from penstock.data.source import Records
 from penstock.errors import UserError
 from penstock.run import preflight
@@ -349,3 +348,26 @@ def test_a_prompt_id_changes_with_its_content_and_not_with_its_place(
     assert (first[1], second[1]) == (inserted[1], moved[1])
     others = [ids({**one, "answer": "3"}), ids({**one, "level": 1}), ids(one, system_prompt="Add.")]
     assert len({first[1], *(key for ((_, key),) in others)}) == 4
+
+
+def asked(text: str, system: str = "") -> list[dict[str, str]]:
+    head = [{"role": "system", "content": system}] if system else []
+    return [*head, {"role": "user", "content": text}]
+
+
+def test_problems_that_are_training_prompts_are_counted_whatever_their_case_spaces_and_system_prompt() -> (
+    None
+):
+    training = [asked("What is 6 times 7?"), asked("Name a prime.", "Be brief."), asked("a b")]
+    problems = [asked("what  is 6 times 7? ", "Think."), asked("Name a prime."), asked("ab")]
+    assert count_overlap(training, problems) == 2
+    assert (
+        count_overlap(training, [*problems, problems[0]]) == 3
+    )  # a problem asked twice counts twice
+    assert count_overlap([], problems) == count_overlap(training, []) == 0
+
+
+def test_overlap_depends_on_who_says_it() -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    swapped = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    assert count_overlap([turns], [swapped]) == 0

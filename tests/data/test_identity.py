@@ -62,6 +62,14 @@ def test_the_demo_and_hub_names_are_no_paths(here: Path) -> None:
         assert absolute_paths(config).model.path == name
 
 
+def test_a_tokenizer_folder_without_a_model_is_a_fact(here: Path) -> None:
+    (here / "words").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(here / "model" / name, here / "words" / name)
+    apart = measure(absolute_paths(load_config(None, ["model.tokenizer=words"]).config))
+    assert json.loads(apart["tokenizer"])["source"] == str(here / "words")
+
+
 def test_a_hub_tokenizer_that_is_not_in_the_cache_has_no_fact_yet(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

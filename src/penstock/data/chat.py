@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from penstock.data.token_text import TokenText, has_table
 from penstock.errors import UserError
 
 Message = Mapping[str, Any]
 _OWN_ARGUMENTS = frozenset({"messages", "add_generation_prompt", "tokenize"})  # set here
-
-
 _PROBE = "probe7341"  # text that no template writes itself
 
 
@@ -70,8 +67,8 @@ def _model_end_ids(tokenizer: Any) -> tuple[int, ...]:
         return ()
     if Path(source).is_dir():
         files = [Path(source) / name for name in ("generation_config.json", "config.json")]
-        found = [json.loads(file.read_text("utf-8")) for file in files if file.is_file()]
-        named = [settings.get("eos_token_id") for settings in found]
+        settings = [json.loads(file.read_text("utf-8")) for file in files if file.is_file()]
+        named = [setting.get("eos_token_id") for setting in settings]
     else:
         named = [_hub_end_ids(source)]
     ids = [end if isinstance(end, list) else [end] for end in named if end is not None]
@@ -101,8 +98,8 @@ class ChatTemplate:
         """Add `end_ids` to the ids that the tokenizer and its model name as the end of a response."""
         self.tokenizer = tokenizer
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
-        own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
-        self._eos_ids = tuple(dict.fromkeys((*own, *_model_end_ids(tokenizer), *end_ids)))
+        eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+        self._eos_ids = tuple(dict.fromkeys((*eos, *_model_end_ids(tokenizer), *end_ids)))
         around = (tokenizer.pad_token_id, tokenizer.bos_token_id)
         self._dropped = frozenset(
             (*self._eos_ids, *(token for token in around if token is not None))
@@ -258,3 +255,64 @@ class ChatTemplate:
             return str(ask(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
         return decode
+
+
+# -- token ids to text by a table -----------------------------------------------------------------
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """The byte that each letter stands for in a byte-level vocabulary (that of GPT-2)."""
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    moved = {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in shown} | moved
+
+
+_BYTES = _byte_of_letter()
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes([_BYTES[letter] for letter in token])
+    except KeyError:  # an added token with other letters stands for itself
+        return token.encode()
+
+
+_DECODERS: dict[str, Callable[[str], bytes]] = {"ByteLevel": _byte_level, "Fuse": str.encode}
+
+
+class TokenText(dict[int, bytes]):
+    """The bytes of each token that was seen; a new token is read from the tokenizer.
+
+    A run decodes every response, and asking the tokenizer was a third of the driver's work. Byte-level
+    tokenizers (Qwen, Llama 3, GPT) and those that only join their tokens decode each token by itself;
+    all others are asked. Special tokens stay, and nothing is cleaned up.
+    """
+
+    def __init__(self, backend: Any, dropped: Collection[int]) -> None:
+        super().__init__()
+        self._dropped, self._size = dict.fromkeys(dropped, b""), -1
+        self._token_of, self._decode = backend.id_to_token, _DECODERS[_kind(backend)]
+        self._count_tokens = backend.get_vocab_size
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._token_of(token_id)  # None: a row of the model's head that stands for no token
+        self[token_id] = text = b"" if token is None else self._decode(token)
+        return text
+
+    def join(self, token_ids: list[int]) -> str:
+        """The text of the ids; bytes that are no UTF-8 become the replacement character."""
+        if (size := self._count_tokens()) != self._size:  # tokens were added: read all again
+            self.clear()
+            self.update(self._dropped)
+            self._size = size
+        return b"".join(map(self.__getitem__, token_ids)).decode("utf-8", "replace")
+
+
+def has_table(backend: Any) -> bool:
+    """Whether `TokenText` can decode for a tokenizer of the tokenizers package."""
+    return _kind(backend) in _DECODERS
+
+
+def _kind(backend: Any) -> str:
+    return type(getattr(backend, "decoder", None)).__name__

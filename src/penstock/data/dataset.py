@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.config import EvalTaskConfig, RewardConfig, TaskDataConfig
+from penstock.config import Config, EvalTaskConfig, RewardConfig, TaskDataConfig
+from penstock.config.demo import model_file, resolve_model_path
 from penstock.data import reasoning_gym
 from penstock.data.chat import ChatTemplate
 from penstock.data.source import BadRecord, Content, Records
@@ -215,6 +216,34 @@ def _check_lengths(
     return fits
 
 
+def context_length(model: str) -> int | None:
+    """The most tokens of a sequence; None if the model does not say or is not on this machine."""
+    file = model_file(resolve_model_path(model), "config.json")
+    if file is None:
+        return None
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    length = settings.get("text_config", settings).get("max_position_embeddings")
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def check_context(config: Config, datasets: Mapping[str, Dataset]) -> None:
+    """Refuse a task whose longest prompt and longest response do not fit into the model together."""
+    context = context_length(config.model.path)
+    if context is None:
+        return
+    for name, dataset in datasets.items():
+        if config.tasks[name].agent != "single_turn":
+            continue  # an agent is held to the context at each call
+        limit = config.task_sampling(name).max_tokens
+        prompt = dataset.longest_kept
+        if prompt + limit > context:
+            raise UserError(
+                f"tasks.{name}: a prompt of {prompt} tokens and sampling.max_tokens = {limit} are {prompt + limit} "
+                f"tokens, allowed: the model's context of {context}; lower sampling.max_tokens or "
+                f"tasks.{name}.max_prompt_tokens"
+            )
+
+
 def task_needs_answer(task: TaskDataConfig) -> bool:
     """Whether a built-in reward of the task needs a known answer or test cases.
 
@@ -285,8 +314,8 @@ def _with_columns(record: object, columns: Mapping[str, str]) -> object:
     if not columns or not isinstance(record, dict):
         return record
     moved = {path for path in columns.values() if path in record}
-    found = {name: _value_at(record, name, path) for name, path in columns.items()}
-    return {key: value for key, value in record.items() if key not in moved} | found
+    chosen = {name: _value_at(record, name, path) for name, path in columns.items()}
+    return {key: value for key, value in record.items() if key not in moved} | chosen
 
 
 def _value_at(record: dict[str, Any], name: str, path: str) -> Any:
@@ -313,8 +342,8 @@ def _names(fields: Iterable[str]) -> str:
 def ground_truth(gt_answer: str | None, extra: Mapping[str, Any]) -> Any:
     """What verl's layout has as the answer, of any type; else the answer."""
     holder = extra.get(VERL_ANSWER[0])
-    found = holder.get(VERL_ANSWER[1]) if isinstance(holder, dict) else None
-    return gt_answer if found is None else found
+    answer = holder.get(VERL_ANSWER[1]) if isinstance(holder, dict) else None
+    return gt_answer if answer is None else answer
 
 
 def _check_readers(example: Example, readers: Mapping[str, str]) -> None:
@@ -434,3 +463,26 @@ def _kind(value: object) -> str:
     if value is None:
         return "null"
     return names.get(type(value), "a number")
+
+
+def count_overlap(
+    training: Iterable[Sequence[Mapping[str, Any]]], problems: Iterable[Sequence[Mapping[str, Any]]]
+) -> int:
+    """How many evaluation problems are training prompts, too: equal texts, whatever their case and spaces.
+
+    System messages are not compared, as every task may add its own. Problems that are worded in another
+    way are not counted.
+    """
+    wanted = [_text_digest(messages) for messages in problems]
+    known = set(wanted)
+    trained = {mark for messages in training if (mark := _text_digest(messages)) in known}
+    return sum(mark in trained for mark in wanted)
+
+
+def _text_digest(messages: Sequence[Mapping[str, Any]]) -> bytes:
+    parts = [
+        f"{message.get('role')}\x1f{' '.join(str(message.get('content', '')).lower().split())}"
+        for message in messages
+        if message.get("role") != "system"
+    ]
+    return hashlib.blake2b("\x1e".join(parts).encode("utf-8", "replace"), digest_size=16).digest()

@@ -13,14 +13,14 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from penstock import __version__
 from penstock.config import Config
-from penstock.config.demo import resolve_model_path
+from penstock.config.demo import model_file
 from penstock.config.plugins import fingerprint
 from penstock.data.dataset import Dataset
 from penstock.data.source import (
@@ -81,9 +81,9 @@ def _own_files_absolute(value: Any, *, in_options: bool = False) -> Any:
     if isinstance(value, list):
         return [_own_files_absolute(item, in_options=in_options) for item in value]
     if isinstance(value, str):
-        own = _OWN_FILE.fullmatch(value)
-        if own and Path(own[1]).is_file():
-            return f"{os.path.abspath(own[1])}:{value[own.end(1) + 1 :]}"
+        code = _OWN_FILE.fullmatch(value)
+        if code and Path(code[1]).is_file():
+            return f"{os.path.abspath(code[1])}:{value[code.end(1) + 1 :]}"
         if in_options and "/" in value and Path(value).exists():
             return os.path.abspath(value)
     return value
@@ -104,8 +104,8 @@ def measure(config: Config, datasets: Mapping[str, Dataset] | None = None) -> di
     for key, dataset in (datasets or {}).items():
         counts = {"prompts": len(dataset), "skipped": dataset.num_skipped_long}
         facts[key] = _fact(dataset.source, dataset.content, **counts, longest=dataset.longest)
-    source = resolve_model_path(config.model.tokenizer or config.model.path)
-    return {**facts, **_tokenizer_facts(source), **code_fact(config), MACHINE: _machine()}
+    tokenizer = _tokenizer_facts(config.model.tokenizer or config.model.path)
+    return {**facts, **tokenizer, **code_fact(config), MACHINE: _machine()}
 
 
 def _machine() -> str:
@@ -123,14 +123,14 @@ def _files(config: Config) -> dict[str, tuple[str, list[Path]]]:
         named[f"eval.tasks.{name}.data"] = (judged.data, judged.data_options, "")
     if config.train.ptx.data:
         named[PTX] = (config.train.ptx.data, {}, "")
-    found = {}
+    sources = {}
     for key, (data, options, split) in named.items():
         if names_files(data):
             try:
-                found[key] = (data, find_files(data, options, split))
+                sources[key] = (data, find_files(data, options, split))
             except UserError:  # told where the data is loaded, with what is allowed
-                found[key] = (data, [])
-    return found
+                sources[key] = (data, [])
+    return sources
 
 
 def _fact(source: str | Path, content: Content, **more: int) -> str:
@@ -140,36 +140,23 @@ def _fact(source: str | Path, content: Content, **more: int) -> str:
 
 def _tokenizer_facts(source: str) -> dict[str, str]:
     """Hash the tokenizer's files in their folder or in the hub's cache; the chat template apart."""
-    find = _finder(source)
-    found = {name: path.read_bytes() for name in _TOKENIZER_FILES if (path := find(name))}
-    if not found:  # not in the cache yet: it will be compared after it was loaded
+    paths = {name: model_file(source, name) for name in _TOKENIZER_FILES}
+    files = {name: path.read_bytes() for name, path in paths.items() if path is not None}
+    if not files:  # not in the cache yet: it will be compared after it was loaded
         return {}
-    settings = json.loads(found.pop("tokenizer_config.json", b"{}"))
+    settings = json.loads(files.pop("tokenizer_config.json", b"{}"))
     template = settings.pop("chat_template", None)
-    if file := find("chat_template.jinja"):
+    if file := model_file(source, "chat_template.jinja"):
         template = file.read_text("utf-8")
-    found["tokenizer_config.json"] = json.dumps(settings, sort_keys=True).encode()
+    files["tokenizer_config.json"] = json.dumps(settings, sort_keys=True).encode()
     parts = ContentHash()
-    for name, content in sorted(found.items()):
+    for name, content in sorted(files.items()):
         parts.add(name.encode())
         parts.add(content)
     text = ContentHash()
     text.add(json.dumps(template).encode())
     written = _fact(source, text.content(), present=int(template is not None))
     return {TOKENIZER: _fact(source, parts.content()), TEMPLATE: written}
-
-
-def _finder(source: str) -> Callable[[str], Path | None]:
-    folder = Path(source)
-    if folder.is_dir():
-        return lambda name: path if (path := folder / name).is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-
-    def find(name: str) -> Path | None:
-        cached = try_to_load_from_cache(source, name)
-        return Path(cached) if isinstance(cached, str) else None
-
-    return find
 
 
 def code_fact(config: Config) -> dict[str, str]:
@@ -199,8 +186,8 @@ def _installed() -> dict[str, str]:
 
 def _own_files(value: Any) -> list[str]:
     if isinstance(value, str):
-        own = _OWN_FILE.fullmatch(value)
-        return [own[1]] if own and Path(own[1]).is_file() else []
+        code = _OWN_FILE.fullmatch(value)
+        return [code[1]] if code and Path(code[1]).is_file() else []
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [path for item in items for path in _own_files(item)]
 
@@ -216,13 +203,13 @@ def _source_hash() -> str:
 # -- comparing ---------------------------------------------------------------------------------
 
 
-def changed_content(recorded: Facts, found: Facts) -> dict[str, str]:
-    """Return, by name, a phrase for each dataset, tokenizer or template that is not the recorded one."""
+def changed_content(recorded: Facts, measured: Facts) -> dict[str, str]:
+    """By name, a phrase for each dataset, tokenizer or template that is not the recorded one."""
     phrases = {}
-    for name in sorted(recorded.keys() & found.keys()):
+    for name in sorted(recorded.keys() & measured.keys()):
         if not name.endswith(".data") and name not in (TOKENIZER, TEMPLATE):
             continue
-        before, after = json.loads(recorded[name]), json.loads(found[name])
+        before, after = json.loads(recorded[name]), json.loads(measured[name])
         if before["sha256"] != after["sha256"]:
             change = f"{_brief(before)} -> {_brief(after)}"
             phrases[name] = f"{name}: {after['source']} has other content ({change})"
@@ -233,10 +220,10 @@ def _brief(fact: dict[str, Any]) -> str:
     return f"{fact['bytes']:,} bytes, sha256 {fact['sha256'][:8]}"
 
 
-def changed_code(recorded: Facts, found: Facts) -> str:
+def changed_code(recorded: Facts, measured: Facts) -> str:
     """A phrase for the code that changed; empty if none did or none was recorded."""
     before = json.loads(recorded.get(CODE, "{}"))
-    after = json.loads(found.get(CODE, "{}")) if before else {}
+    after = json.loads(measured.get(CODE, "{}")) if before else {}
     changes = [
         f"{name} {before.get(name, 'none')} -> {after.get(name, 'none')}"
         for name in sorted(before.keys() | after.keys())
@@ -257,7 +244,7 @@ def check_files(folder: RunFolder, config: Config, accept_changes: bool) -> None
 
 
 def check_content(
-    folder: RunFolder, config: Config, record: Facts, found: Facts, accept_changes: bool
+    folder: RunFolder, config: Config, record: Facts, measured: Facts, accept_changes: bool
 ) -> list[str]:
     """What has other content than the journal's record says; refuse it unless changes are accepted.
 
@@ -270,7 +257,7 @@ def check_content(
         if (tasks[name].data, tasks[name].data_options)
         != (before[name].data, before[name].data_options)
     }
-    changed = changed_content(record, found)
+    changed = changed_content(record, measured)
     phrases = [phrase for key, phrase in changed.items() if key not in renamed]
     if phrases and not accept_changes:
         raise UserError(
@@ -301,9 +288,9 @@ def differences(folder: RunFolder) -> list[str]:
     record, config = folder.record(), folder.config()
     if not record:
         return []
-    found = measure(config)
-    changed = changed_content(record, found)
+    measured = measure(config)
+    changed = changed_content(record, measured)
     if PTX in changed:
         raise UserError(f"{changed[PTX]} than when the run began; put the old content back")
-    phrases = (folder.edited_copy(config), *changed.values(), changed_code(record, found))
+    phrases = (folder.edited_copy(config), *changed.values(), changed_code(record, measured))
     return [f"note: {phrase}; the journal is used" for phrase in phrases if phrase]

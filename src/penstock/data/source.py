@@ -112,8 +112,8 @@ def find_files(data: str, options: Mapping[str, Any], default_split: str = "") -
         return [path]
     if is_folder:
         return _files_of_folder(path, str(options.get("split", "")), default_split)
-    found = sorted(map(Path, glob.glob(str(path), recursive=True)))
-    if files := [one for one in found if one.is_file()]:
+    matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
+    if files := [match for match in matches if match.is_file()]:
         return files
     raise UserError(f"data: got {data!r}, allowed: {ALLOWED}")
 
@@ -137,17 +137,17 @@ def _files_of_folder(folder: Path, split: str, default_split: str) -> list[Path]
             f"{', '.join(FORMATS)} (or these with .gz), or what save_to_disk wrote"
         )
     named = {path: _split_of(path.relative_to(folder)) for path in files}
-    splits = sorted({one for one in named.values() if one})
+    splits = sorted(set(named.values()) - {""})
     if len(splits) < 2 and not split:
         return files
     wanted = choose_split(str(folder), splits, split, default_split)
-    return [path for path, one in named.items() if one == wanted]
+    return [path for path, name in named.items() if name == wanted]
 
 
 def _split_of(path: Path) -> str:
     """The split that a file's name or its folder's name begins with, such as train-00000."""
-    found = [match[1] for part in path.parts[::-1] if (match := _SPLIT.match(part))]
-    return found[0] if found else ""
+    matches = (_SPLIT.match(part) for part in reversed(path.parts))
+    return next((match[1] for match in matches if match), "")
 
 
 def choose_split(data: str, splits: Iterable[str], split: str, default: str) -> str:
@@ -235,8 +235,9 @@ class Records:
         try:
             splits = load_dataset(name, chosen.get("config"), revision=chosen.get("revision"))
         except (OSError, ValueError, RuntimeError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"data: the hub dataset {name!r} cannot be loaded: {reason}") from error
+            raise UserError(
+                f"data: the hub dataset {name!r} cannot be loaded: {_first_line(error)}"
+            ) from error
         split = choose_split(name, splits, str(chosen.get("split", "")), self._default_split)
         return (plain(row) for row in splits[split])
 
@@ -328,7 +329,7 @@ def _read_json(path: Path, parts: ContentHash) -> Iterator[Row]:
     with _open(path, parts) as file:
         raw = file.read()
     try:
-        found = json.loads(raw.decode("utf-8-sig"))
+        document = json.loads(raw.decode("utf-8-sig"))
     except RecursionError:
         raise UserError(f"data {path}: not valid JSON: nested too deeply") from None
     except json.JSONDecodeError as error:
@@ -339,12 +340,12 @@ def _read_json(path: Path, parts: ContentHash) -> Iterator[Row]:
         yield from _json_lines(raw.splitlines())
         return
     del raw
-    if isinstance(found, dict):
-        lists = [value for value in found.values() if isinstance(value, list) and value]
+    if isinstance(document, dict):
+        lists = [value for value in document.values() if isinstance(value, list) and value]
         tables = [rows for rows in lists if all(isinstance(row, dict) for row in rows)]
-        has_prompt = any(name in found for name in ("messages", "prompt", "question"))
-        found = tables[0] if len(tables) == 1 and not has_prompt else [found]
-    yield from enumerate(found if isinstance(found, list) else [found], start=1)
+        has_prompt = any(name in document for name in ("messages", "prompt", "question"))
+        document = tables[0] if len(tables) == 1 and not has_prompt else [document]
+    yield from enumerate(document if isinstance(document, list) else [document], start=1)
 
 
 def _read_csv(path: Path, parts: ContentHash) -> Iterator[Row]:
@@ -428,5 +429,5 @@ FORMATS: dict[str, tuple[Callable[[Path, ContentHash], Iterator[Row]], str]] = {
 
 
 def _format_of(path: Path) -> tuple[Callable[[Path, ContentHash], Iterator[Row]], str] | None:
-    suffixes = [one for one in path.suffixes if one != ".gz"]
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
     return FORMATS.get(suffixes[-1].lower()) if suffixes else None

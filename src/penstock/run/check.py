@@ -21,7 +21,7 @@ from rich.text import Text
 
 from penstock.config import Config, SamplingConfig
 from penstock.config.source import with_overrides
-from penstock.data.context import context_length
+from penstock.data.dataset import context_length
 from penstock.data.identity import MACHINE, measure
 from penstock.data.sampler import Sampler
 from penstock.engine.protocol import GenerationRequest, InferenceEngine, SamplingParams

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, cast
 
 from penstock.config import Config, EvalConfig, SamplingConfig, TaskDataConfig
 from penstock.config.plugins import load
-from penstock.data.context import context_length
+from penstock.data.dataset import context_length, count_overlap
 from penstock.data.identity import OVERLAP, TOTAL_STEPS, measure
-from penstock.data.overlap import count_overlap
 from penstock.data.sampler import Sampler
 from penstock.engine.protocol import InferenceEngine
 from penstock.errors import UserError

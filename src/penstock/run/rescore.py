@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import Config, EvalConfig
-from penstock.data.context import context_length
+from penstock.data.dataset import context_length
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.errors import EngineError, RewardError, UserError
 from penstock.files import write_whole

@@ -14,7 +14,7 @@ from typing import TypeVar
 from penstock.config import Config, TaskDataConfig
 from penstock.data import Dataset, load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
-from penstock.data.context import check_context
+from penstock.data.dataset import check_context
 from penstock.errors import UserError
 from penstock.reward import fields_read
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config import Config
-from penstock.config.demo import resolve_model_path
+from penstock.config.demo import model_file, resolve_model_path
 
 TOKEN = 12  # bytes of the journal for a token: id, log-prob, text
 ROLLOUT = 400  # bytes of the journal for a response, beside its tokens
@@ -96,10 +96,10 @@ class DiskWatch:
         """The size of a checkpoint of this run; before there is one, an estimate."""
         if self._measured:
             return self._checkpoint
-        made = next((self._folder / "checkpoints").glob("step-*"), None)
-        if made is not None:
+        written = next((self._folder / "checkpoints").glob("step-*"), None)
+        if written is not None:
             with contextlib.suppress(FileNotFoundError):  # it is being pruned
-                self._checkpoint = sum(_bytes_of(path) for path in made.rglob("*"))
+                self._checkpoint = sum(_bytes_of(path) for path in written.rglob("*"))
                 self._measured = True
         return self._checkpoint
 
@@ -120,22 +120,12 @@ def _step_bytes(config: Config) -> int:
 
 def checkpoint_bytes(config: Config) -> int:
     """The size of a checkpoint from the model's safetensors files; 0 if there are none."""
-    folder = _model_folder(config.model.path)
-    parameters = sum(_parameters(path) for path in folder.glob("*.safetensors"))
+    settings = model_file(resolve_model_path(config.model.path), "config.json")
+    weights = settings.parent.glob("*.safetensors") if settings else ()
+    parameters = sum(_parameters(path) for path in weights)
     each = 2 if config.model.dtype in ("bfloat16", "float16") else 4
     trained = 0 if config.model.lora.rank else _MASTER_AND_MOMENTS
     return parameters * (each + trained)
-
-
-def _model_folder(path: str) -> Path:
-    """The folder with the model's files: its own, or the hub's cache."""
-    folder = Path(resolve_model_path(path))
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(path, "config.json")
-    return Path(cached).parent if isinstance(cached, str) else folder
 
 
 def _parameters(path: Path) -> int:
@@ -162,8 +152,8 @@ _MACHINE, _LIMIT, _USED = (
 
 def available_mib() -> float | None:
     """The MiB that processes can still get; None where the system does not tell."""
-    found = [value for value in (_of_machine(), _of_container()) if value is not None]
-    return min(found, default=None)
+    limits = (_of_machine(), _of_container())
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _of_machine() -> float | None:

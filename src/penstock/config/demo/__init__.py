@@ -34,3 +34,17 @@ def resolve_model_path(path: str) -> str:
             "a hub name, or demo"
         )
     return str(folder) if is_local else path
+
+
+def model_file(model: str, name: str) -> Path | None:
+    """A file of a model or tokenizer, in its folder or in the hub's cache; None: not on this machine."""
+    folder = policy_path() if model == "demo" else Path(model).expanduser()
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(model, name)
+    except ValueError:  # a folder that is gone, not a hub name
+        return None
+    return Path(cached) if isinstance(cached, str) else None

@@ -9,8 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from penstock.data.chat import ChatTemplate, load_tokenizer
-from penstock.data.token_text import TokenText, has_table
+from penstock.data.chat import ChatTemplate, TokenText, has_table, load_tokenizer
 
 ADDED = ["<|im_end|>", "<think>", "a b", "▁x", "你好", "✓"]
 
