@@ -1,4 +1,4 @@
-"""The parameters of ColossalAI's entry points: the key of the config that each sets, and how (`SETTINGS`).
+"""The parameters of ColossalAI's entry points: the key of the config that each sets, and how.
 
 Values that are dictionaries may hold fields of our own table beside theirs, so that any setting can be
 given in the same call; a key without a place is refused.
@@ -106,12 +106,31 @@ def _eval_tasks(
 # ---- the parameters
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-# The key that a parameter sets, and the value that it sets there; without a key: a tree of settings.
-SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+# Parameters that set a key to their own value.
+KEYS = {
+    "num_producers": "launch.num_producers",
+    "num_consumer_procs": "launch.num_consumers",
+    "num_episodes": "train.episodes",
+    "train_batch_size": "train.groups_per_step",
+    "backend": "engine.name",
+    "inference_backend": "engine.name",
+    "num_generations": "sampling.num_generations",
+    "n_behind": "produce.max_staleness",
+    "lr": "train.lr",
+    "save_interval": "checkpoint.every_steps",
+    "log_rollout_interval": "track.rollouts_every_steps",
+    "project_name": "track.wandb.project",
+    "run_dir": "run.dir",
+    "run_name": "run.name",
+    "ray_address": "launch.address",
+    "gloo_timeout": "watchdog.stall_s",
+    "gpus_per_producer": "launch.ray_options.producers.num_gpus",
+    "gpus_per_consumer": "launch.ray_options.consumers.num_gpus",
+    "colocate": "launch.colocate",
+    "seed": "seed",
+}
+# Parameters whose value is translated first; without a key, it becomes a tree of settings.
+TRANSLATED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "train_dataset_config": ("tasks.train", _renamed(_DATA)),
     "model_config": ("model", _renamed(_MODEL)),
     "generate_config": ("sampling", lambda fields: _sampling("generate_config", fields)),
@@ -119,43 +138,25 @@ SETTINGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "grpo_config": ("", _algorithm),
     "plugin_config": ("", _plugin),
     "consumer_plugin_config": ("", _plugin),
-    "num_producers": ("launch.num_producers", _same),
-    "num_consumer_procs": ("launch.num_consumers", _same),
-    "num_episodes": ("train.episodes", _same),
-    "train_batch_size": ("train.groups_per_step", _same),
-    "backend": ("engine.name", _same),
-    "inference_backend": ("engine.name", _same),
-    "num_generations": ("sampling.num_generations", _same),
     "anneal_temperature_to": ("sampling.anneal", lambda end: {"end": end, "episodes": 1.0}),
-    "n_behind": ("produce.max_staleness", _same),
-    "lr": ("train.lr", _same),
     "eval_generation_config": (
         "eval.sampling",
         lambda fields: _sampling("eval_generation_config", fields),
     ),
     "eval_interval": ("eval.every_steps", lambda steps: max(0, steps)),
-    "save_interval": ("checkpoint.every_steps", _same),
-    "log_rollout_interval": ("track.rollouts_every_steps", _same),
-    "project_name": ("track.wandb.project", _same),
-    "run_dir": ("run.dir", _same),
-    "run_name": ("run.name", _same),
     "wandb_group_name": ("track.wandb.group", lambda name: name or None),
-    "ray_address": ("launch.address", _same),
-    "gloo_timeout": ("watchdog.stall_s", _same),
-    "gpus_per_producer": ("launch.ray_options.producers.num_gpus", _same),
-    "gpus_per_consumer": ("launch.ray_options.consumers.num_gpus", _same),
-    "colocate": ("launch.colocate", _same),
-    "seed": ("seed", _same),
 }
 
 
 def config_tree(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that the arguments of a call stand for; None sets nothing."""
     tree = nested("tasks.train.rewards", [{"type": _REWARD}])
-    for name, (key, translate) in SETTINGS.items():
-        value = arguments.get(name)
-        if value is not None:
+    for name, (key, translate) in TRANSLATED.items():
+        if (value := arguments.get(name)) is not None:
             tree = merged(tree, nested(key, translate(value)))
+    for name, key in KEYS.items():
+        if (value := arguments.get(name)) is not None:
+            tree = merged(tree, nested(key, value))
     return merged(tree, nested("eval.tasks", _eval_tasks(arguments, tree["tasks"]["train"])))
 
 

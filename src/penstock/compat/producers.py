@@ -196,7 +196,7 @@ class BaseProducer:
         self._evaluate_if_due(batches)
         for prompts in self._microbatches():
             self._rolled.clear()
-            tensors = self.rollout(**prompt_tensors(prompts, _pad_id(self._chat.tokenizer)))
+            tensors = self.rollout(**prompt_tensors(prompts, self._chat.pad_id))
             with self._busy(WaitKind.SEND):
                 self.deliver(tensors)
             self._log.microbatch(self._rolled, tensors)
@@ -301,7 +301,7 @@ class BaseProducer:
         advantages = np.stack(
             [group_advantages(np.array([r.reward for r in g.rollouts]), settings) for g in groups]
         )
-        return group_tensors(groups, advantages, _pad_id(self._chat.tokenizer))
+        return group_tensors(groups, advantages, self._chat.pad_id)
 
 
 class SimpleProducer(BaseProducer):
@@ -316,11 +316,6 @@ class SimpleProducer(BaseProducer):
 
     def deliver(self, tensors: Tensors) -> None:
         self._deliver(tensors)
-
-
-def _pad_id(tokenizer: Any) -> int:
-    tokens = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return int(next(token for token in tokens if token is not None))
 
 
 def _nth(fields: Mapping[str, Any], number: int, count: int) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def allowed_changes(before: Config, after: Config, *, pinned: Container[str] = (
     """
     old, new = flat(before.model_dump()), flat(after.model_dump())
     changes = []
-    for key in sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key)):
+    for key in _differing_keys(old, new):
         effect = FREE if key in pinned else effect_of(key)
         if _is_whole_task(key, old, new):
             effect = "the tasks of a run stay the same"
@@ -93,8 +93,11 @@ def allowed_changes(before: Config, after: Config, *, pinned: Container[str] = (
 def differing(before: Config, after: Config) -> list[str]:
     """Each setting that differs as `key=value`, with the later value."""
     old, new = flat(before.model_dump()), flat(after.model_dump())
-    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    return [f"{key}={new.get(key)}" for key in keys]
+    return [f"{key}={new.get(key)}" for key in _differing_keys(old, new)]
+
+
+def _differing_keys(old: dict[str, object], new: dict[str, object]) -> list[str]:
+    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
 
 
 def effect_of(key: str) -> str:
