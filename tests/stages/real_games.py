@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-from penstock.rollout.agent.gym import World
+from penstock.rollout.agent.gym import Environment
 from penstock.rollout.agent.session import Task
 
 
@@ -30,17 +30,17 @@ def make(name: str) -> tuple[Any, str, int]:
 async def play(name: str) -> list[Any]:
     """Return the first messages, then (observation, reward, done) of every step."""
     game, form, high = make(name)
-    world, low = World(game), 1
+    environment, low = Environment(game), 1
     task = Task(prompt_id="p", messages=[{"role": "user", "content": "play"}])
-    seen: list[Any] = [await world.start(task, seed=3)]
+    seen: list[Any] = [await environment.start(task, seed=3)]
     done = False
     while not done:
         guess = (low + high + 1) // 2
-        step = await world.step(form.format(guess))
+        step = await environment.step(form.format(guess))
         seen.append((step.observation, step.reward, step.done))
         low, high = (guess, high) if "higher" in step.observation else (low, guess - 1)
         done = step.done
-    await world.close()
+    await environment.close()
     return seen
 
 

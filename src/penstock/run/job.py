@@ -39,7 +39,7 @@ from penstock.rollout import (
 )
 from penstock.rollout.agent.build import build_agent, check_agent, try_agent
 from penstock.rollout.agent.check import CheckResult
-from penstock.rollout.agent.function import FunctionAgent, Interrupted
+from penstock.rollout.agent.function import FunctionAgent, InterruptedCalls
 from penstock.rollout.evaluation.background import Evaluations
 from penstock.rollout.evaluation.evaluate import EvalTask, choose_problems
 from penstock.run.foundation import BatchSource, Foundation, NewestVersion, Status, lay_foundation
@@ -474,7 +474,7 @@ async def _agent_loop(parts: _TaskParts, name: str, sampling: SamplingConfig) ->
         note=parts.note,
         interrupted=None
         if task.agent == "single_turn"
-        else Interrupted(calls=journal.interrupted_calls(), tools=journal.interrupted_tools()),
+        else InterruptedCalls(calls=journal.interrupted_calls(), tools=journal.interrupted_tools()),
     )
     if isinstance(agent_loop, FunctionAgent):
         closing.push_async_callback(agent_loop.close)

@@ -23,7 +23,7 @@ from penstock.errors import EngineError, RewardError, UserError
 from penstock.files import write_whole
 from penstock.reward import VerifiableReward, build_reward
 from penstock.rollout.agent.build import build_agent, check_agent, loop_class
-from penstock.rollout.agent.function import FunctionAgent, Interrupted
+from penstock.rollout.agent.function import FunctionAgent, InterruptedCalls
 from penstock.rollout.evaluation.evaluate import KeptCalls
 from penstock.run.job import serve_agents
 from penstock.run.run_data import RunData
@@ -99,7 +99,7 @@ async def score_groups(
                     endpoint=endpoint,
                     positions=context_length(config.model.path),
                     note=lambda text: None,
-                    interrupted=Interrupted(
+                    interrupted=InterruptedCalls(
                         calls=journal.calls(group.group_id), tools=journal.tools(group.group_id)
                     ),
                 )

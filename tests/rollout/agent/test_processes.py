@@ -285,7 +285,7 @@ def test_the_start_of_a_process_is_no_part_of_a_rollouts_time() -> None:
             raise RunError("ready")
 
         @asynccontextmanager
-        async def place(self) -> AsyncIterator[Any]:
+        async def lend(self) -> AsyncIterator[Any]:
             await asyncio.sleep(1000)
             yield self
 

@@ -14,7 +14,7 @@ import pytest
 from penstock.config import SamplingConfig, TaskConfig
 from penstock.errors import UserError
 from penstock.rollout.agent.build import check_agent
-from penstock.rollout.agent.gym import World
+from penstock.rollout.agent.gym import Environment
 from penstock.rollout.agent.gym import make as make_gym
 from penstock.rollout.agent.tools import make as make_tools
 from penstock.store.journal.calls import ToolResult
@@ -217,12 +217,12 @@ class OpenEnv:
 )
 def test_four_forms_of_environment_are_understood(kind: type, first: str) -> None:
     async def main() -> None:
-        world = World(kind())
+        environment = Environment(kind())
         task: Any = SimpleNamespace(messages=[], gt_answer=None, extra={})
-        assert [message["content"] for message in await world.start(task, 3)] == [first]
-        step = await world.step("ab")
+        assert [message["content"] for message in await environment.start(task, 3)] == [first]
+        step = await environment.step("ab")
         assert (step.observation, step.done) == ("abab", False)
-        step = await world.step("end")
+        step = await environment.step("end")
         assert (step.reward, step.done) == (0.75, True)
 
     asyncio.run(main())

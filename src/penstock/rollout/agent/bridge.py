@@ -37,8 +37,8 @@ _THINK, _TOOL_CALL = ("<think>", "</think>"), (r"\s*<tool_call>", "</tool_call>"
 
 
 @dataclass(slots=True, frozen=True)
-class _Behind:
-    """What a template writes behind the sentinel of a stand-in."""
+class _TurnEnding:
+    """What a template writes after the sentinel that stands in for an answer."""
 
     tail: str  # up to the end token: the rest of a tool call, or nothing
     end: str
@@ -72,26 +72,26 @@ class Bridge:
         proof = self._proofs[_kind(call.answer)]
         if proof.failure:
             return None
-        found = self._after_end(_stand_in(call.answer), added, json.loads(call.tools or "[]"))
-        if found is None or found.tail != proof.tail:  # a role that writes before the end token
+        ending = self._after_end(_stand_in(call.answer), added, json.loads(call.tools or "[]"))
+        if ending is None or ending.tail != proof.tail:  # a role that writes before the end token
             return None
         last = int(call.token_ids[-1]) if len(call.token_ids) else -1
-        ids = self._chat.encode_text(found.text)
-        if last == self._ends[found.end]:
+        ids = self._chat.encode_text(ending.text)
+        if last == self._ends[ending.end]:
             return ids
         if last in self._ends.values():
             return None  # the answer ended with another end token than the template writes
-        return np.concatenate([np.array([self._ends[found.end]], dtype=np.int32), ids])
+        return np.concatenate([np.array([self._ends[ending.end]], dtype=np.int32), ids])
 
     def _after_end(
-        self, said: Message, added: Sequence[Message], tools: Sequence[Any] = ()
-    ) -> _Behind | None:
+        self, answer: Message, added: Sequence[Message], tools: Sequence[Any] = ()
+    ) -> _TurnEnding | None:
         """What follows the last sentinel; None if the template drops one or writes no end."""
         try:
-            text = self._text([{"role": "user", "content": "x"}, said, *added], tools)
+            text = self._text([{"role": "user", "content": "x"}, answer, *added], tools)
         except UserError:  # the template refuses these roles
             return None
-        if text.count(SENTINEL) != max(1, len(said.get("tool_calls", ()))):
+        if text.count(SENTINEL) != max(1, len(answer.get("tool_calls", ()))):
             return None
         start = text.rfind(SENTINEL) + len(SENTINEL)
         places = [(text.find(end, start), end) for end in self._ends]
@@ -99,15 +99,15 @@ class Bridge:
         if not ends:
             return None
         at, end = min(ends)
-        return _Behind(tail=text[start:at], end=end, text=text[at + len(end) :])
+        return _TurnEnding(tail=text[start:at], end=end, text=text[at + len(end) :])
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
         plain = [_for_template(message) for message in messages]
         if self._renders_tools:
             arguments = {**self._arguments, **({"tools": list(tools)} if tools else {})}
             return self._chat.render(plain, arguments=arguments)
-        told = _told_in_text(plain, tools, self._takes_system)
-        return self._chat.render(told, arguments=self._arguments)
+        messages_in_text = _tools_as_text(plain, tools, self._takes_system)
+        return self._chat.render(messages_in_text, arguments=self._arguments)
 
     @cached_property
     def _renders_tools(self) -> bool:
@@ -133,8 +133,11 @@ class Bridge:
             if why:
                 kinds.setdefault(why, []).append(kind)
         return [
-            (f"turns ({', '.join(own)}) are rendered whole, each trained as a row of its own", why)
-            for why, own in kinds.items()
+            (
+                f"turns ({', '.join(names)}) are rendered whole, each trained as a row of its own",
+                why,
+            )
+            for why, names in kinds.items()
         ]
 
     @cached_property
@@ -148,12 +151,12 @@ class Bridge:
             "tool after words": self._prove(result, {"content": "nine", **call}),
         }
 
-    def _prove(self, new: Message, said: Message) -> _Proof:
+    def _prove(self, new: Message, fields: Message) -> _Proof:
         """Compare a continuation with the rendering of a longer conversation with another answer."""
-        answer = {"role": "assistant", **said}
-        tools = [_EXAMPLE_TOOL] if said.get("tool_calls") else []
-        found = self._after_end(_stand_in(answer), [new], tools)
-        if found is None:
+        answer = {"role": "assistant", **fields}
+        tools = [_EXAMPLE_TOOL] if fields.get("tool_calls") else []
+        ending = self._after_end(_stand_in(answer), [new], tools)
+        if ending is None:
             return _Proof("the chat template writes no end token behind an answer, or refuses it")
         before = [
             {"role": "user", "content": "first"},
@@ -161,14 +164,14 @@ class Bridge:
             {"role": "user", "content": "second"},
         ]
         whole = self._text([*before, answer, new], tools)
-        head = whole[: len(whole) - len(found.text)]
-        if not whole.endswith(found.text) or not head.endswith(found.tail + found.end):
+        head = whole[: len(whole) - len(ending.text)]
+        if not whole.endswith(ending.text) or not head.endswith(ending.tail + ending.end):
             return _Proof("the chat template writes a turn differently in a longer conversation")
         ids, first = self._chat.encode_rendered(whole), self._chat.encode_rendered(head)
-        joined = np.concatenate([first, self._chat.encode_text(found.text)])
+        joined = np.concatenate([first, self._chat.encode_text(ending.text)])
         if not np.array_equal(ids, joined):
             return _Proof("the tokenizer joins tokens across the end of an answer")
-        return _Proof("", found.tail)
+        return _Proof("", ending.tail)
 
     # -- from ids --------------------------------------------------------------------------------
 
@@ -184,8 +187,8 @@ class Bridge:
             template, prefix = self._fallback, _open_thought(prefix)
         try:
             text = self._chat.decode_prompt(token_ids)
-            found = parse_response(text, template, prefix=prefix, tools=list(tools))
-            return _message(found, key)
+            parsed = parse_response(text, template, prefix=prefix, tools=list(tools))
+            return _message(parsed, key)
         except (ValueError, TypeError, KeyError, AttributeError):
             return {"role": "assistant", "content": self._chat.decode(token_ids)}
 
@@ -212,14 +215,14 @@ def _open_thought(prefix: str) -> str:
     return _THINK[0] if prefix.rstrip().endswith(_THINK[0]) else ""
 
 
-def _message(found: Mapping[str, Any], key: int) -> dict[str, Any]:
+def _message(parsed: Mapping[str, Any], key: int) -> dict[str, Any]:
     """A parsed response as an OpenAI message; raise ValueError for calls of another form."""
-    message: dict[str, Any] = {"role": "assistant", "content": str(found.get("content") or "")}
-    reasoning = found.get("reasoning_content") or found.get("thinking")
+    message: dict[str, Any] = {"role": "assistant", "content": str(parsed.get("content") or "")}
+    reasoning = parsed.get("reasoning_content") or parsed.get("thinking")
     if reasoning:
         message["reasoning_content"] = str(reasoning)
     calls = []
-    for number, call in enumerate(found.get("tool_calls") or ()):
+    for number, call in enumerate(parsed.get("tool_calls") or ()):
         function = call["function"]
         name, arguments = function["name"], function.get("arguments", {})
         if not isinstance(name, str) or not isinstance(arguments, Mapping):
@@ -259,7 +262,7 @@ def _example_call(name: str, call_id: str, argument: str) -> dict[str, Any]:
     return {"type": "function", "id": call_id, "function": function}
 
 
-def _told_in_text(
+def _tools_as_text(
     messages: list[dict[str, Any]], tools: Sequence[Any], takes_system: bool
 ) -> list[dict[str, Any]]:
     """Write tools, calls and results as text, for a chat template that knows none of them.
@@ -267,7 +270,7 @@ def _told_in_text(
     Results of one turn and the user's words behind them are one message: many templates want the
     roles to alternate.
     """
-    told: list[dict[str, Any]] = []
+    texts: list[dict[str, Any]] = []
     is_result = False  # whether the last message is one
     for message in messages:
         for call in message.pop("tool_calls", None) or ():
@@ -279,19 +282,19 @@ def _told_in_text(
             follows = is_result and message.get("role") == "user"
             is_result = is_result and follows
         if follows:
-            told[-1]["content"] += f"\n{message['content']}"
+            texts[-1]["content"] += f"\n{message['content']}"
         else:
-            told.append(message)
+            texts.append(message)
     if not tools:
-        return told
+        return texts
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     words = f"Tools:\n{listed}\nTo call one, write {_EXAMPLE_TEXT}."
-    first = told[0] if told else {}
+    first = texts[0] if texts else {}
     if first.get("role") == "system":
-        return [{**first, "content": f"{first['content']}\n{words}"}, *told[1:]]
+        return [{**first, "content": f"{first['content']}\n{words}"}, *texts[1:]]
     if takes_system or first.get("role") != "user":
-        return [{"role": "system", "content": words}, *told]
-    return [{**first, "content": f"{words}\n{first['content']}"}, *told[1:]]
+        return [{"role": "system", "content": words}, *texts]
+    return [{**first, "content": f"{words}\n{first['content']}"}, *texts[1:]]
 
 
 def _for_template(message: Message) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from penstock.rollout.agent.function import (
     OWN_OPTIONS,
     AgentSettings,
     FunctionAgent,
-    Interrupted,
-    Placed,
+    FunctionPool,
+    InterruptedCalls,
     check_function,
 )
 from penstock.rollout.agent.process import Command, Pool, read_command, read_python, read_size
@@ -80,7 +80,7 @@ def build_agent(
     endpoint: Endpoint | None,
     positions: int | None,
     note: Callable[[str], None] = lambda text: None,
-    interrupted: Interrupted | None = None,
+    interrupted: InterruptedCalls | None = None,
 ) -> AgentLoop:
     """The task's agent loop; `positions` is the model's context, if it is known."""
     if loop_class(where, task) is not None:
@@ -124,8 +124,8 @@ def build_loop(
     where: str, task: TaskDataConfig, sampling: SamplingConfig, **parts: Any
 ) -> AgentLoop:
     """The agent loop of a task that names a class; `parts`: its engine, reward and decode."""
-    made: AgentLoop = loop_class(where, task)(sampling=sampling, **parts, **task.agent_options)
-    return made
+    loop: AgentLoop = loop_class(where, task)(sampling=sampling, **parts, **task.agent_options)
+    return loop
 
 
 async def try_agent(
@@ -160,7 +160,7 @@ async def try_agent(
         await endpoint.close()
 
 
-def _function(where: str, task: TaskDataConfig) -> tuple[Function | Placed, dict[str, Any]]:
+def _function(where: str, task: TaskDataConfig) -> tuple[Function | FunctionPool, dict[str, Any]]:
     """The agent's function, and the options that it is called with."""
     options, key = task.agent_options, f"{where}.agent_options"
     if task.agent == "command":
@@ -169,18 +169,20 @@ def _function(where: str, task: TaskDataConfig) -> tuple[Function | Placed, dict
     if task.agent in _MADE:
         _refuse_others(key, options, _MADE[task.agent])
         return plugins.load(f"{where}.agent", task.agent, AGENTS)(key, options), {}
-    own = {name: value for name, value in options.items() if name not in (*OWN_OPTIONS, *_OUTSIDE)}
+    arguments = {
+        name: value for name, value in options.items() if name not in (*OWN_OPTIONS, *_OUTSIDE)
+    }
     if options.get("python"):
-        return Pool(task.agent, read_size(key, options), read_python(key, options)), own
+        return Pool(task.agent, read_size(key, options), read_python(key, options)), arguments
     function = plugins.load(f"{where}.agent", task.agent, AGENTS)
-    check_function(f"{where}.agent", function, own)
+    check_function(f"{where}.agent", function, arguments)
     if inspect.iscoroutinefunction(function) and "processes" not in options:
-        return function, own
-    return Pool(task.agent, read_size(key, options)), own
+        return function, arguments
+    return Pool(task.agent, read_size(key, options)), arguments
 
 
-def _refuse_others(key: str, options: Mapping[str, Any], own: Sequence[str]) -> None:
+def _refuse_others(key: str, options: Mapping[str, Any], names: Sequence[str]) -> None:
     """Refuse an option that neither this agent nor every agent takes."""
     for name in options:
-        if name not in (*own, *OWN_OPTIONS):
-            raise UserError(f"{key}: got {name!r}, allowed: {', '.join((*own, *OWN_OPTIONS))}")
+        if name not in (*names, *OWN_OPTIONS):
+            raise UserError(f"{key}: got {name!r}, allowed: {', '.join((*names, *OWN_OPTIONS))}")

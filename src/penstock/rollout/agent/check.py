@@ -20,7 +20,7 @@ from penstock.data.sampler import stable_hash
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.reward.protocol import Reward
 from penstock.rollout.agent.bridge import Bridge
-from penstock.rollout.agent.function import FunctionAgent, Interrupted
+from penstock.rollout.agent.function import FunctionAgent, InterruptedCalls
 from penstock.store.journal.calls import ToolResult
 from penstock.types import Group, ModelCall, Prompt, Rollout, Score, Status, VersionSegment
 
@@ -39,7 +39,7 @@ class CheckResult:
 
 
 @dataclass(slots=True)
-class Played:
+class TrialRollout:
     """One rollout of a check: what the agent asked, what its tools gave, and how it ended."""
 
     rollout: Rollout
@@ -48,38 +48,38 @@ class Played:
     sampled: int = 0
 
     @property
-    def asked(self) -> list[Any]:
+    def requests(self) -> list[Any]:
         """The messages of every request, with the parts of a tree that an equal run repeats."""
         return [(call.parent, call.messages, call.tools) for call in self.calls]
 
 
-class _Record:
+class _Recorder:
     """Keeps what a journal would keep of one rollout."""
 
-    def __init__(self, played: Played) -> None:
-        self._played = played
+    def __init__(self, trial: TrialRollout) -> None:
+        self._trial = trial
 
     async def record_call(self, rollout: Rollout, call: ModelCall) -> None:
-        self._played.calls.append(call)
+        self._trial.calls.append(call)
 
     async def begin_tool(self, rollout: Rollout, call_id: str, name: str) -> None:
-        self._played.tools[call_id] = ToolResult(
+        self._trial.tools[call_id] = ToolResult(
             call_id=call_id, name=name, outcome=None, result=None
         )
 
     async def end_tool(self, rollout: Rollout, call_id: str, outcome: str, result: str) -> None:
-        before = self._played.tools[call_id]
-        self._played.tools[call_id] = replace(before, outcome=outcome, result=result)
+        before = self._trial.tools[call_id]
+        self._trial.tools[call_id] = replace(before, outcome=outcome, result=result)
 
 
-class _Policy:
-    """An engine that says what its script says for a request's seed."""
+class _ScriptedEngine:
+    """An engine whose answer to a request is written in a script, by the request's seed."""
 
-    def __init__(self, chat: ChatTemplate, say: Callable[[int], str], played: Played) -> None:
-        self._chat, self._say, self._played = chat, say, played
+    def __init__(self, chat: ChatTemplate, say: Callable[[int], str], trial: TrialRollout) -> None:
+        self._chat, self._say, self._trial = chat, say, trial
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        self._played.sampled += 1
+        self._trial.sampled += 1
         ids = self._chat.encode_text(self._say(request.seed))[: request.sampling.max_tokens - 1]
         ends = np.array(self._chat.eos_ids[:1], dtype=np.int32)
         token_ids = np.concatenate([ids, ends]).astype(np.int32)
@@ -139,8 +139,12 @@ class AgentCheck:
         return results
 
     async def _play(
-        self, seed: int, words: Sequence[str] = _WORDS, before: Played | None = None, keep: int = 0
-    ) -> Played:
+        self,
+        seed: int,
+        words: Sequence[str] = _WORDS,
+        before: TrialRollout | None = None,
+        keep: int = 0,
+    ) -> TrialRollout:
         """Play one rollout; with `before`, as a resume does after `keep` of its calls."""
         rollout = Rollout(
             rollout_id=f"check:0.{seed}", prompt_ids=self._prompt.token_ids, seed=seed
@@ -148,28 +152,30 @@ class AgentCheck:
         group = Group(
             group_id="check:0", task="check", cursor=0, prompt=self._prompt, rollouts=[rollout]
         )
-        played, interrupted = Played(rollout), Interrupted()
+        trial, interrupted = TrialRollout(rollout), InterruptedCalls()
         if before is not None:
-            said = [call.answer.get("tool_calls") or () for call in before.calls[:keep]]
-            known = {tool["id"] for tools in said for tool in tools}
+            tool_calls = [call.answer.get("tool_calls") or () for call in before.calls[:keep]]
+            call_ids = {tool["id"] for tools in tool_calls for tool in tools}
             interrupted.calls[rollout.rollout_id, seed] = before.calls[:keep]
             interrupted.tools[rollout.rollout_id, seed] = [
-                tool for key, tool in before.tools.items() if key in known or key.startswith("step")
+                tool
+                for key, tool in before.tools.items()
+                if key in call_ids or key.startswith("step")
             ][:keep]
         self._agent = self._make(
-            engine=_Policy(self._chat, lambda number: words[number % len(words)], played),
+            engine=_ScriptedEngine(self._chat, lambda number: words[number % len(words)], trial),
             decode=self._chat.decode,
-            recorder=_Record(played),
+            recorder=_Recorder(trial),
             interrupted=interrupted,
         )
         await self._agent.generate_group(group.rollouts)
-        return played
+        return trial
 
     async def _ends(self) -> str:
         for seed in range(1, 4):
-            played = await self._play(seed)
-            if played.rollout.status is not Status.COMPLETED:
-                return played.rollout.error
+            trial = await self._play(seed)
+            if trial.rollout.status is not Status.COMPLETED:
+                return trial.rollout.error
         return ""
 
     async def _repeats(self) -> str:
@@ -183,9 +189,9 @@ class AgentCheck:
 
     async def _survives(self, words: Sequence[str]) -> str:
         for seed in range(len(words)):
-            played = await self._play(stable_hash(seed), words)
-            if played.rollout.status is not Status.COMPLETED:
-                return played.rollout.error
+            trial = await self._play(stable_hash(seed), words)
+            if trial.rollout.status is not Status.COMPLETED:
+                return trial.rollout.error
         return ""
 
     async def _continues(self) -> str:
@@ -209,17 +215,17 @@ class NoReward(Reward):
         return Score(0.0)
 
 
-def _difference(first: Played, second: Played) -> str:
+def _difference(first: TrialRollout, second: TrialRollout) -> str:
     """Where two rollouts of the same seed differ."""
     if first.rollout.error or second.rollout.error:
         return first.rollout.error or second.rollout.error
-    for number, (one, other) in enumerate(zip(first.asked, second.asked, strict=False)):
-        if one != other:
-            return f"request {number}: {_short(one)} and {_short(other)}"
-    if len(first.asked) != len(second.asked):
-        return f"{len(first.asked)} and {len(second.asked)} model calls"
-    one, other = first.rollout.reward, second.rollout.reward
-    return "" if one == other else f"rewards {one:g} and {other:g}"
+    for number, (request, other) in enumerate(zip(first.requests, second.requests, strict=False)):
+        if request != other:
+            return f"request {number}: {_short(request)} and {_short(other)}"
+    if len(first.requests) != len(second.requests):
+        return f"{len(first.requests)} and {len(second.requests)} model calls"
+    reward, other = first.rollout.reward, second.rollout.reward
+    return "" if reward == other else f"rewards {reward:g} and {other:g}"
 
 
 def _short(value: Any) -> str:

@@ -70,7 +70,7 @@ def _chat_read(body: Any, notes: Notes) -> ChatRequest:
 def _chat_write(
     request: ChatRequest, calls: Sequence[ModelCall], tree: CallTree, notes: Notes
 ) -> dict[str, Any]:
-    shown = {
+    body = {
         "id": f"chatcmpl-{calls[0].number}",
         "object": "chat.completion",
         "created": int(time.time()),
@@ -79,8 +79,8 @@ def _chat_write(
         "usage": _usage(calls, tree, "prompt_tokens", "completion_tokens"),
     }
     if request.body.get("return_token_ids"):  # as vLLM names it
-        shown["prompt_token_ids"] = _context(calls[0], tree)
-    return shown
+        body["prompt_token_ids"] = _context(calls[0], tree)
+    return body
 
 
 def _choice(request: ChatRequest, number: int, call: ModelCall) -> dict[str, Any]:
@@ -99,23 +99,23 @@ def _choice(request: ChatRequest, number: int, call: ModelCall) -> dict[str, Any
     return choice
 
 
-def _chat_events(request: ChatRequest, shown: Mapping[str, Any]) -> list[Event]:
-    head = {key: value for key, value in shown.items() if key not in ("choices", "usage")}
+def _chat_events(request: ChatRequest, body: Mapping[str, Any]) -> list[Event]:
+    head = {key: value for key, value in body.items() if key not in ("choices", "usage")}
     head["object"] = "chat.completion.chunk"
     chunks: list[dict[str, Any]] = []
-    for choice in shown["choices"]:
+    for choice in body["choices"]:
         message, where = choice["message"], {"index": choice["index"]}
         delta = {key: value for key, value in message.items() if value is not None}
         if "tool_calls" in delta:
             calls = enumerate(message["tool_calls"])
             delta["tool_calls"] = [{"index": number, **call} for number, call in calls]
-        said = {key: choice[key] for key in ("token_ids", "logprobs") if key in choice}
-        chunks.append({"choices": [{**where, **said, "delta": delta, "finish_reason": None}]})
+        tokens = {key: choice[key] for key in ("token_ids", "logprobs") if key in choice}
+        chunks.append({"choices": [{**where, **tokens, "delta": delta, "finish_reason": None}]})
         end = {"delta": {}, "finish_reason": choice["finish_reason"]}
         chunks.append({"choices": [{**where, **end}]})
     options = request.body.get("stream_options")
     if isinstance(options, Mapping) and options.get("include_usage"):
-        chunks.append({"choices": [], "usage": shown["usage"]})
+        chunks.append({"choices": [], "usage": body["usage"]})
     return [*(("", {**head, **chunk}) for chunk in chunks), ("", "[DONE]")]
 
 
@@ -193,14 +193,14 @@ def _responses_write(
     }
 
 
-def _responses_events(request: ChatRequest, shown: Mapping[str, Any]) -> list[Event]:
-    begun = {**shown, "status": "in_progress", "output": [], "usage": None}
+def _responses_events(request: ChatRequest, body: Mapping[str, Any]) -> list[Event]:
+    begun = {**body, "status": "in_progress", "output": [], "usage": None}
     events: list[dict[str, Any]] = [
         {"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")
     ]
-    for number, item in enumerate(shown["output"]):
+    for number, item in enumerate(body["output"]):
         events += _item_events(number, item)
-    events.append({"type": f"response.{shown['status']}", "response": dict(shown)})
+    events.append({"type": f"response.{body['status']}", "response": dict(body)})
     return [
         (event["type"], {**event, "sequence_number": number}) for number, event in enumerate(events)
     ]
@@ -216,11 +216,11 @@ def _from_items(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         kind = item.get("type", "message")
         last = messages[-1] if messages else {}
         if kind == "message":
-            said = {"role": item.get("role"), "content": text_of(item)}
-            if said["role"] == last.get("role") == "assistant" and "tool_calls" not in last:
-                last["content"] += f"\n{said['content']}"  # an answer may have several items
+            message = {"role": item.get("role"), "content": text_of(item)}
+            if message["role"] == last.get("role") == "assistant" and "tool_calls" not in last:
+                last["content"] += f"\n{message['content']}"  # an answer may have several items
             else:
-                messages.append(said)
+                messages.append(message)
         elif kind == "function_call":
             if last.get("role") != "assistant":
                 last = {"role": "assistant", "content": ""}
@@ -288,11 +288,11 @@ def _item_events(number: int, item: Mapping[str, Any]) -> list[dict[str, Any]]:
             {"type": "response.content_part.done", **text, "part": part},
         ]
     elif item["type"] == "function_call":
-        said, kind = item["arguments"], "response.function_call_arguments"
+        arguments, kind = item["arguments"], "response.function_call_arguments"
         empty = {**item, "status": "in_progress", "arguments": ""}
         filled = [
-            {"type": f"{kind}.delta", **where, "delta": said},
-            {"type": f"{kind}.done", **where, "arguments": said, "name": item["name"]},
+            {"type": f"{kind}.delta", **where, "delta": arguments},
+            {"type": f"{kind}.done", **where, "arguments": arguments, "name": item["name"]},
         ]
     return [
         {"type": "response.output_item.added", **place, "item": empty},
@@ -358,10 +358,10 @@ def _messages_write(
     }
 
 
-def _messages_events(request: ChatRequest, shown: Mapping[str, Any]) -> list[Event]:
-    start = {**shown, "content": [], "stop_reason": None}
+def _messages_events(request: ChatRequest, body: Mapping[str, Any]) -> list[Event]:
+    start = {**body, "content": [], "stop_reason": None}
     events: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
-    for number, block in enumerate(shown["content"]):
+    for number, block in enumerate(body["content"]):
         empty: dict[str, Any] = {"type": "text", "text": ""}
         delta = {"type": "text_delta", "text": block.get("text", "")}
         if block["type"] == "tool_use":
@@ -371,8 +371,8 @@ def _messages_events(request: ChatRequest, shown: Mapping[str, Any]) -> list[Eve
         events.append({"type": "content_block_start", **where, "content_block": empty})
         events.append({"type": "content_block_delta", **where, "delta": delta})
         events.append({"type": "content_block_stop", **where})
-    end = {"stop_reason": shown["stop_reason"], "stop_sequence": None}
-    events.append({"type": "message_delta", "delta": end, "usage": shown["usage"]})
+    end = {"stop_reason": body["stop_reason"], "stop_sequence": None}
+    events.append({"type": "message_delta", "delta": end, "usage": body["usage"]})
     events.append({"type": "message_stop"})
     return [(event["type"], event) for event in events]
 
@@ -406,10 +406,10 @@ def _from_blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
             )
     if not texts and not calls:
         return results
-    said: dict[str, Any] = {"role": message.get("role"), "content": "".join(texts)}
+    answer: dict[str, Any] = {"role": message.get("role"), "content": "".join(texts)}
     if calls:
-        said["tool_calls"] = calls
-    return [*results, said]
+        answer["tool_calls"] = calls
+    return [*results, answer]
 
 
 def _table(body: Any) -> Mapping[str, Any]:

@@ -29,7 +29,7 @@ _SILENT_S = 3600.0  # an agent may think, or use a tool, between two requests
 _CLOSE_S = 1.0
 
 
-class Refused(PenstockError):
+class RequestError(PenstockError):
     """A request gets an error as its response."""
 
     def __init__(self, status: int, message: str, code: str = "") -> None:
@@ -80,9 +80,9 @@ class Endpoint:
                 return json_response({"object": "list", "data": [{"id": "policy"}]})
             if dialect is None or request.method != "POST":
                 allowed = ", ".join(f"POST {path}" for path in DIALECTS)
-                raise Refused(404, f"got {request.method} {path}, allowed: {allowed}")
+                raise RequestError(404, f"got {request.method} {path}, allowed: {allowed}")
             calls, response = await _respond(dialect, session, request)
-        except Refused as refusal:
+        except RequestError as refusal:
             form = dialect or DIALECTS["/v1/chat/completions"]
             return json_response(form.error(str(refusal), refusal.code), refusal.status)
         if not await request.is_disconnected():  # a client may hang up before its response
@@ -94,7 +94,7 @@ class Endpoint:
         key = key.strip() if word.lower() == "bearer" else request.headers.get("x-api-key", "")
         session = self._sessions.get(key)
         if session is None:
-            raise Refused(401, "the key belongs to no session that is open", "invalid_api_key")
+            raise RequestError(401, "the key belongs to no session that is open", "invalid_api_key")
         return session
 
 
@@ -105,27 +105,27 @@ async def _respond(
     is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
     data = await read_body(request, most_bytes=_MOST_BYTES, within_s=_BODY_S)
     try:
-        wanted = dialect.read(json.loads(data or b"null"), session.notes)
+        chat = dialect.read(json.loads(data or b"null"), session.notes)
         calls = await asyncio.gather(
             *(
                 session.call(
-                    wanted.messages, wanted.tools, max_tokens=wanted.max_tokens, is_retry=is_retry
+                    chat.messages, chat.tools, max_tokens=chat.max_tokens, is_retry=is_retry
                 )
-                for _ in range(wanted.n)
+                for _ in range(chat.n)
             )
         )
     except ContextOverflow as error:
-        raise Refused(400, str(error), "context_length_exceeded") from error
+        raise RequestError(400, str(error), "context_length_exceeded") from error
     except TurnsExceeded as error:
-        raise Refused(400, str(error), "max_turns_exceeded") from error
+        raise RequestError(400, str(error), "max_turns_exceeded") from error
     except (BadRequest, UserError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise Refused(400, str(error), "invalid_request") from error
+        raise RequestError(400, str(error), "invalid_request") from error
     except Exception as error:  # an engine that failed: the agent sees it, the run goes on
-        raise Refused(500, f"{type(error).__name__}: {error}", "engine") from error
-    body = dialect.write(wanted, calls, session.tree, session.notes)
-    if not wanted.stream:
+        raise RequestError(500, f"{type(error).__name__}: {error}", "engine") from error
+    body = dialect.write(chat, calls, session.tree, session.notes)
+    if not chat.stream:
         return calls, json_response(body)
-    return calls, _event_stream(dialect.events(wanted, body))
+    return calls, _event_stream(dialect.events(chat, body))
 
 
 def _event_stream(events: list[Event]) -> Response:

@@ -47,10 +47,10 @@ OWN_OPTIONS = (*_TIMES, "max_turns", "thinking", "truncated_reward")
 
 
 @runtime_checkable
-class Placed(Protocol):
-    """A function that runs elsewhere; a rollout's time begins when it has a place there."""
+class FunctionPool(Protocol):
+    """Lends a function that runs outside the driver. A rollout's time begins when it has one."""
 
-    def place(self) -> AbstractAsyncContextManager[Function]: ...
+    def lend(self) -> AbstractAsyncContextManager[Function]: ...
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def _read_times(where: str, options: Mapping[str, Any]) -> list[float]:
 
 
 @dataclass(slots=True, kw_only=True)
-class Interrupted:
+class InterruptedCalls:
     """What rollouts had done when they were interrupted, by (rollout, seed)."""
 
     calls: dict[tuple[str, int], list[ModelCall]] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class FunctionAgent(AgentLoop):
 
     def __init__(
         self,
-        function: Function | Placed,
+        function: Function | FunctionPool,
         *,
         engine: InferenceEngine,
         sampling: SamplingConfig,
@@ -129,13 +129,13 @@ class FunctionAgent(AgentLoop):
         reward: Reward | None = None,
         options: Mapping[str, Any] | None = None,
         system_prompt: str = "",
-        interrupted: Interrupted | None = None,
+        interrupted: InterruptedCalls | None = None,
     ) -> None:
         self._function = function
         self._engine, self._sampling, self._bridge = engine, sampling, bridge
         self._settings, self._decode, self._recorder = settings, decode, recorder
         self._options, self._system_prompt = dict(options or {}), system_prompt
-        self._interrupted = interrupted or Interrupted()
+        self._interrupted = interrupted or InterruptedCalls()
         self._endpoint = endpoint
         self._threads: CallThreads | None = None
         self._reward = reward  # scores the last answer if the function returns None
@@ -150,7 +150,7 @@ class FunctionAgent(AgentLoop):
         if not todo:
             return rollouts
         tasks = [asyncio.create_task(self._run(session)) for session in sessions]
-        self._running.update(zip((one.rollout_id for one in todo), tasks, strict=True))
+        self._running.update(zip((rollout.rollout_id for rollout in todo), tasks, strict=True))
         try:
             await asyncio.wait(tasks)
         except asyncio.CancelledError:
@@ -236,9 +236,11 @@ class FunctionAgent(AgentLoop):
                 self._set_aside(session)
                 return
             rollout.restart()  # its calls are spent: a retry needs another seed
-            own = isinstance(error, RewardError)
-            said = error if own else f"{type(error).__name__}: {error}{place_of(error)}"
-            rollout.fail(f"agent: {said}")
+            is_reward_error = isinstance(error, RewardError)
+            reason = (
+                error if is_reward_error else f"{type(error).__name__}: {error}{place_of(error)}"
+            )
+            rollout.fail(f"agent: {reason}")
             return
         rollout.move_to(Status.COMPLETED)
 
@@ -288,11 +290,11 @@ class FunctionAgent(AgentLoop):
             endpoint.shut(key)
 
     async def _result_of(self, session: Session, model: Model) -> Any:
-        """What the function returns, in time; if it raised at a limit, what that is worth."""
+        """What the function returns in time; the reward of a truncated rollout if it raised at a limit."""
         settings, prompt = self._settings, session.rollout.prompt
         assert prompt is not None, "a group gives its prompt to its rollouts"
         task = Task.of(prompt, self._system_prompt)
-        async with _place(self._function) as function:
+        async with _lend(self._function) as function:
             deadline = asyncio.timeout(settings.timeout_s)
             try:
                 async with deadline:
@@ -309,9 +311,9 @@ class FunctionAgent(AgentLoop):
                 return settings.truncated_reward
 
 
-def _place(function: Function | Placed) -> AbstractAsyncContextManager[Function]:
-    """The place where a function runs: its own, or here."""
-    return function.place() if isinstance(function, Placed) else nullcontext(function)
+def _lend(function: Function | FunctionPool) -> AbstractAsyncContextManager[Function]:
+    """The function to call: one that a pool lends, or the function itself."""
+    return function.lend() if isinstance(function, FunctionPool) else nullcontext(function)
 
 
 def check_function(where: str, function: Any, options: Mapping[str, Any]) -> None:

@@ -33,45 +33,45 @@ class Step:
 
 def make(where: str, options: Mapping[str, Any]) -> Callable[[Task, Model], Awaitable[Any]]:
     """The agent's function for `env = "file.py:Class"`, made with `env_options` per rollout."""
-    env, given = options.get("env"), options.get("env_options") or {}
-    if not isinstance(env, str) or not isinstance(given, Mapping):
+    env, env_options = options.get("env"), options.get("env_options") or {}
+    if not isinstance(env, str) or not isinstance(env_options, Mapping):
         raise UserError(f'{where}.env: got {env!r}, allowed: "file.py:Class"')
     kind = plugins.load(f"{where}.env", env, {})
 
     async def play(task: Task, model: Model) -> float:
-        world = World(kind(**given))
+        environment = Environment(kind(**env_options))
         messages = list(task.messages)
         try:
-            messages += await world.start(task, model.seed)
+            messages += await environment.start(task, model.seed)
             for number in range(1 << 30):
                 try:
-                    said = await model.chat(messages)
+                    answer = await model.chat(messages)
                 except (ContextOverflow, TurnsExceeded):
                     return 0.0  # the rollout is truncated; the rewards of its steps stay
-                step = await _journalled(model, world, number, said["content"])
+                step = await _journalled(model, environment, number, answer["content"])
                 model.reward(step.reward)
                 if step.done:
                     return 0.0
-                messages += [said, {"role": "user", "content": step.observation}]
+                messages += [answer, {"role": "user", "content": step.observation}]
         finally:
-            await world.close()
+            await environment.close()
         raise AssertionError("a rollout has fewer turns")
 
     return play
 
 
-async def _journalled(model: Model, world: World, number: int, action: str) -> Step:
+async def _journalled(model: Model, environment: Environment, number: int, action: str) -> Step:
     """Make one step through the journal, as a tool call."""
 
     async def step(action: str) -> str:
-        made = await world.step(action)
-        return json.dumps([made.observation, made.reward, made.done])
+        result = await environment.step(action)
+        return json.dumps([result.observation, result.reward, result.done])
 
     call = {"id": f"step{number}", "function": {"name": "step", "arguments": {"action": action}}}
     return Step(*json.loads(await model.tool(call, step, unknown="rebuild")))
 
 
-class World:
+class Environment:
     """One environment, whatever its form."""
 
     def __init__(self, env: Any) -> None:
@@ -95,22 +95,22 @@ class World:
     async def step(self, action: str) -> Step:
         """Give the environment an action; return what it answers."""
         env = self._env
-        found = await finished(env.step(action))
+        result = await finished(env.step(action))
         if hasattr(env, "get_observation"):  # TextArena: rewards come at the end
-            done = bool(found[0])
+            done = bool(result[0])
             rewards = env.close() if done else None
             if isinstance(rewards, tuple):  # with what happened in the game
                 rewards = rewards[0]
             reward = rewards.get(0) if isinstance(rewards, Mapping) else rewards
             return _checked("" if done else self._new_text(), reward, done)
-        if isinstance(found, Mapping):  # SkyRL-gym
-            shown = "\n".join(_text(message) for message in found.get("observations") or ())
-            return _checked(shown, found.get("reward"), found.get("done"))
-        if isinstance(found, tuple):
-            observation, reward, *ends = found
-            ends = ends[:2] if len(found) == 5 else ends[:1]  # terminated, truncated; or done
+        if isinstance(result, Mapping):  # SkyRL-gym
+            text = "\n".join(_text(message) for message in result.get("observations") or ())
+            return _checked(text, result.get("reward"), result.get("done"))
+        if isinstance(result, tuple):
+            observation, reward, *ends = result
+            ends = ends[:2] if len(result) == 5 else ends[:1]  # terminated, truncated; or done
             return _checked(_text(observation), reward, any(ends))
-        return _checked(_text(found.observation), found.reward, found.done)  # OpenEnv
+        return _checked(_text(result.observation), result.reward, result.done)  # OpenEnv
 
     def _new_text(self) -> str:
         """What TextArena's observation adds to the one before."""

@@ -70,18 +70,18 @@ async def use_tool(ask: Any, run: Any, call: Any, function: Any, unknown: Any) -
     call_id, name = str(call["id"]), str(call["function"]["name"])
     policy = unknown if isinstance(unknown, str) else "ask"
     begin = {"tool": "begin", "id": call_id, "name": name, "unknown": policy}
-    told = await ask(begin)
-    if "asks" in told:
-        found = await run(unknown, call_id)
-        if found is not None:
-            text = result_text(found)
+    reply = await ask(begin)
+    if "asks" in reply:
+        value = await run(unknown, call_id)
+        if value is not None:
+            text = result_text(value)
             await ask({"tool": "end", "id": call_id, "outcome": "done", "result": text})
             return text
-        told = await ask({**begin, "unknown": "retry"})
-    if "done" in told:
-        return str(told["done"])
-    if "failed" in told:
-        raise recorded_error(told["failed"])
+        reply = await ask({**begin, "unknown": "retry"})
+    if "done" in reply:
+        return str(reply["done"])
+    if "failed" in reply:
+        raise recorded_error(reply["failed"])
     end = {"tool": "end", "id": call_id}
     try:
         result = result_text(await run(function, **tool_arguments(function, call)))
@@ -101,10 +101,10 @@ def tool_arguments(function: Any, call: Any) -> dict[str, Any]:
             arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
         raise TypeError(f"got the arguments {arguments!r}, allowed: a table")
-    given = dict(arguments)
+    values = dict(arguments)
     if "idempotency_key" in inspect.signature(function).parameters:
-        given["idempotency_key"] = str(call["id"])
-    return given
+        values["idempotency_key"] = str(call["id"])
+    return values
 
 
 def result_text(result: Any) -> str:
@@ -112,16 +112,16 @@ def result_text(result: Any) -> str:
 
 
 def recorded_error(reason: str) -> Exception:
-    """An error that reads as the recorded one, "ValueError: no such page", and is one."""
+    """An error with the class and the text of the recorded one, such as "ValueError: no such page"."""
     name, _, message = reason.partition(": ")
-    known: Any = getattr(builtins, name, None)
-    if not (isinstance(known, type) and issubclass(known, Exception)):
-        known = RuntimeError
-    own = {"__init__": lambda self: None, "__str__": lambda self: message}
+    base: Any = getattr(builtins, name, None)
+    if not (isinstance(base, type) and issubclass(base, Exception)):
+        base = RuntimeError
+    methods = {"__init__": lambda self: None, "__str__": lambda self: message}
     try:
-        error: Exception = type(name, (known,), own)()
+        error: Exception = type(name, (base,), methods)()
     except TypeError:  # a group of errors
-        error = type(name, (RuntimeError,), own)()
+        error = type(name, (RuntimeError,), methods)()
     return error
 
 
@@ -138,24 +138,24 @@ class Driver:
     async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         with self._asking:  # the driver answers at once: it only writes to its journal
             self.send(message)
-            told = json.loads(sys.stdin.readline() or '{"error": "the driver has ended"}')
-        if "unknown" in told:
-            raise ToolUnknown(told["unknown"])
-        if "error" in told:
-            raise RuntimeError(told["error"])
-        return dict(told)
+            reply = json.loads(sys.stdin.readline() or '{"error": "the driver has ended"}')
+        if "unknown" in reply:
+            raise ToolUnknown(reply["unknown"])
+        if "error" in reply:
+            raise RuntimeError(reply["error"])
+        return dict(reply)
 
 
-async def run_here(limit: float, function: Any, *place: Any, **named: Any) -> Any:
+async def run_here(limit: float, function: Any, *positional: Any, **keywords: Any) -> Any:
     """Call a tool in this process; one that is not async is interrupted by a signal when it is late."""
     late = f"no result after {limit:g} s (tool_timeout_s)"
     if inspect.iscoroutinefunction(function):
         try:
-            return await asyncio.wait_for(function(*place, **named), limit)
+            return await asyncio.wait_for(function(*positional, **keywords), limit)
         except asyncio.TimeoutError:  # noqa: UP041 (another class before Python 3.11)
             raise TimeoutError(late) from None
     if threading.current_thread() is not threading.main_thread():
-        return function(*place, **named)
+        return function(*positional, **keywords)
 
     def interrupt(*_: Any) -> None:
         raise TimeoutError(late)
@@ -163,7 +163,7 @@ async def run_here(limit: float, function: Any, *place: Any, **named: Any) -> An
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, limit)
     try:
-        return function(*place, **named)
+        return function(*positional, **keywords)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -175,10 +175,10 @@ async def run_here(limit: float, function: Any, *place: Any, **named: Any) -> An
 class Model:
     """The model that a sync function gets; `chat` and `tool` of an async function's are awaited."""
 
-    def __init__(self, given: dict[str, Any], driver: Driver) -> None:
-        self.base_url, self.api_key = given["base_url"], given["api_key"]
-        self.name, self.seed, self.earned = given["name"], given["seed"], 0.0
-        self._driver, self._limit = driver, given["tool_timeout_s"]
+    def __init__(self, job: dict[str, Any], driver: Driver) -> None:
+        self.base_url, self.api_key = job["base_url"], job["api_key"]
+        self.name, self.seed, self.earned = job["name"], job["seed"], 0.0
+        self._driver, self._limit = driver, job["tool_timeout_s"]
 
     def tool(self, call: Any, function: Any, unknown: Any = "fail") -> Any:
         """The result of a tool call as text; the journal has it before and after the call."""
@@ -211,8 +211,8 @@ class Model:
             with urllib.request.urlopen(request) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
-            told = json.loads(error.read() or b"{}").get("error", {})
-            raise Refused(told.get("message", str(error)), told.get("code")) from None
+            fault = json.loads(error.read() or b"{}").get("error", {})
+            raise Refused(fault.get("message", str(error)), fault.get("code")) from None
 
 
 class AsyncModel(Model):
@@ -253,25 +253,25 @@ def run(loop: asyncio.AbstractEventLoop, rollout: Any) -> Any:
     try:
         return loop.run_until_complete(rollout)
     finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
             task.cancel()
-        if left:
-            loop.run_until_complete(asyncio.wait(left))
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks))
 
 
 def call(
-    function: Any, given: dict[str, Any], driver: Driver, loop: asyncio.AbstractEventLoop
+    function: Any, job: dict[str, Any], driver: Driver, loop: asyncio.AbstractEventLoop
 ) -> dict[str, Any]:
     """Call the function for one rollout; return what the driver gets."""
-    task = types.SimpleNamespace(**given["task"])
+    task = types.SimpleNamespace(**job["task"])
     try:
         if inspect.iscoroutinefunction(function):
-            model: Model = AsyncModel(given, driver)
-            result = run(loop, function(task, model, **given["options"]))
+            model: Model = AsyncModel(job, driver)
+            result = run(loop, function(task, model, **job["options"]))
         else:
-            model = Model(given, driver)
-            result = function(task, model, **given["options"])
+            model = Model(job, driver)
+            result = function(task, model, **job["options"])
         json.dumps(result)
         return {"result": result, "earned": model.earned}
     except Exception as error:  # whatever the user's function raises is its rollout's outcome

@@ -28,7 +28,7 @@ _START_TIMEOUT_S = 120.0
 
 
 class Pool:
-    """Calls a function in one of `size` processes: `async with pool.place() as call`, `await call(task, model)`."""
+    """Calls a function in one of `size` processes: `async with pool.lend() as call`, `await call(task, model)`."""
 
     def __init__(self, target: str, size: int, python: str = "") -> None:
         self._processes = ProcessPool(
@@ -39,8 +39,8 @@ class Pool:
         )
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[Function]:
-        """Lend a process that is ready, as a function; waiting for it is not part of a rollout's time."""
+    async def lend(self) -> AsyncIterator[Function]:
+        """Lend a process that is ready, as a function. A rollout's time begins when it is lent."""
         async with self._processes.lend() as process:
             yield functools.partial(_call, process)
 
@@ -96,8 +96,8 @@ class Command:
             raise RewardError(f"the command's last line: got {last!r}, allowed: a number") from None
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[Function]:
-        """Lend this function; waiting for it is not part of a rollout's time, its start is."""
+    async def lend(self) -> AsyncIterator[Function]:
+        """Lend this function. A rollout's time begins when it is lent, before the command starts."""
         async with self._slots:
             yield self
 

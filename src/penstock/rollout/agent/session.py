@@ -146,21 +146,21 @@ class Session:
         if self._ended:
             raise EngineError("the rollout has ended")
         messages = [_plain(message) for message in messages]
-        wanted = tools_text(tools)
-        place = self.tree.place(messages, wanted)
+        tools_json = tools_text(tools)
+        place = self.tree.place(messages, tools_json)
         parent_ids = self.tree.ids(place.parent)
-        place, context_ids = self._context(place, parent_ids, messages, wanted)
+        place, context_ids = self._context(place, parent_ids, messages, tools_json)
         if place.parent is None:
             parent_ids = parent_ids[:0]
         number = None if place.parent is None else place.parent.number
         key = (number, context_ids.tobytes())
         task = self._latest.get(key) if is_retry else None
         if task is None or (task.done() and (task.cancelled() or task.exception())):
-            found = self._claim(key)
-            if found is not None:
-                return found
+            claimed = self._claim(key)
+            if claimed is not None:
+                return claimed
             task = asyncio.create_task(
-                self._sample(place, parent_ids, context_ids, wanted, key, max_tokens)
+                self._sample(place, parent_ids, context_ids, tools_json, key, max_tokens)
             )
             self._latest[key] = task
             task.add_done_callback(self._forget)
@@ -274,7 +274,7 @@ class Session:
         return answer
 
     async def answer_tool(self, message: Mapping[str, Any]) -> dict[str, str]:
-        """Answer what `use_tool` tells before and after a tool call; the journal has it then."""
+        """Answer a message of `use_tool` before or after a tool call, once the journal has it."""
         call_id = str(message["id"])
         if message["tool"] == "begin":
             return await self._begin_tool(call_id, str(message["name"]), str(message["unknown"]))
@@ -309,15 +309,15 @@ class Session:
         await self._recorder.end_tool(self.rollout, call_id, outcome, result)
         return {}
 
-    async def _apply(self, function: Callable[..., Any], *place: Any, **named: Any) -> Any:
-        """Call a function of the user's, for a bounded time; one that is not async in a thread."""
+    async def _apply(self, function: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
+        """Call a user's function for a bounded time, in a thread if it is not async."""
         limit = self.limits.tool_timeout_s
         late = TimeoutError(f"no result after {limit:g} s (tool_timeout_s)")
         if inspect.iscoroutinefunction(function):
             deadline = asyncio.timeout(limit)
             try:
                 async with deadline:
-                    return await function(*place, **named)
+                    return await function(*positional, **keywords)
             except TimeoutError:
                 if deadline.expired():
                     raise late from None
@@ -325,7 +325,7 @@ class Session:
         if self._threads is None:
             self._threads = CallThreads("tool", TOOL_THREADS, limit)
         try:
-            return await self._threads.run(partial(function, *place, **named))
+            return await self._threads.run(partial(function, *positional, **keywords))
         except CallTimeout:
             raise late from None
 
@@ -349,7 +349,7 @@ class Session:
         return room
 
     async def _generate(self, request: GenerationRequest) -> Generation:
-        """The engine's answer; one that takes longer than turn_timeout_s is ended, and no call."""
+        """The engine's answer. A request that takes longer than turn_timeout_s is ended and not recorded."""
         task = asyncio.current_task()
         assert task is not None
         self._running[task] = request.request_id

@@ -31,15 +31,15 @@ OPTIONS = ("env", "functions", "mcp")
 
 def make(where: str, options: Mapping[str, Any]) -> Callable[[Task, Model], Awaitable[Any]]:
     """The agent's function for `env = "file.py:Class"`, `functions = [...]` and `mcp = [...]`."""
-    env, functions, given = options.get("env"), options.get("functions"), options.get("mcp", [])
-    if (env and functions) or not (env or functions or given):
+    env, functions, mcp = options.get("env"), options.get("functions"), options.get("mcp", [])
+    if (env and functions) or not (env or functions or mcp):
         raise UserError(
             f"{where}: got env={env!r} and functions={functions!r}, allowed: one of "
             '`env = "file.py:Class"` and `functions = ["file.py:name"]`, or `mcp`'
         )
     if not isinstance(functions or [], list):
         raise UserError(f"{where}.functions: got {functions!r}, allowed: a list of names")
-    servers = read_servers(f"{where}.mcp", given)
+    servers = read_servers(f"{where}.mcp", mcp)
     kind = plugins.load(f"{where}.env", str(env), {}) if env else None
     if kind is not None and not isinstance(kind, type):
         raise UserError(f"{where}.env: got {env!r}, which is no class, allowed: a class")
@@ -79,8 +79,8 @@ async def _environment(kind: Any) -> AsyncIterator[Any]:
 
 def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
     """The public methods of an environment, by name."""
-    found = inspect.getmembers(environment, callable)
-    return {n: f for n, f in found if not n.startswith("_") and n not in _NOT_TOOLS}
+    members = inspect.getmembers(environment, callable)
+    return {n: f for n, f in members if not n.startswith("_") and n not in _NOT_TOOLS}
 
 
 def schemas_of(
@@ -105,15 +105,15 @@ def _as_shown(function: Callable[..., Any]) -> Callable[..., Any]:
     if not _NOT_SHOWN & signature.parameters.keys():
         return function
 
-    def shown() -> None: ...
+    def stub() -> None: ...
 
     rest = [p for name, p in signature.parameters.items() if name not in _NOT_SHOWN]
-    shown.__name__, shown.__doc__ = function.__name__, function.__doc__
-    shown.__annotations__ = {
+    stub.__name__, stub.__doc__ = function.__name__, function.__doc__
+    stub.__annotations__ = {
         name: kind for name, kind in function.__annotations__.items() if name not in _NOT_SHOWN
     }
-    shown.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
-    return shown
+    stub.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+    return stub
 
 
 async def converse(
@@ -124,11 +124,11 @@ async def converse(
     """Let the policy call tools until it answers without a call, or a limit of the rollout is reached."""
     while True:
         try:
-            said = await model.chat(messages, tools.schemas)
+            answer = await model.chat(messages, tools.schemas)
         except (ContextOverflow, TurnsExceeded):
             return  # the rollout is truncated; what it reached is scored
-        messages.append(said)
-        calls = said.get("tool_calls") or ()
+        messages.append(answer)
+        calls = answer.get("tool_calls") or ()
         if not calls:
             return
         for call in calls:
@@ -137,7 +137,7 @@ async def converse(
 
 
 async def _result(model: Model, call: Mapping[str, Any], tools: Tools) -> str:
-    """What the policy gets for a call; an error of the tool is told, ours is raised."""
+    """The text that the policy gets for a call. It sees an error of the tool; our own errors are raised."""
     name = call["function"]["name"]
     if name not in tools.functions:
         return json.dumps({"error": f"no tool {name}; there are {', '.join(tools.functions)}"})

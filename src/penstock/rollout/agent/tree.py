@@ -37,20 +37,24 @@ class CallTree:
 
     def path(self, call: ModelCall | None) -> list[ModelCall]:
         """The calls from the root to this one."""
-        found = []
+        calls = []
         while call is not None:
-            found.append(call)
+            calls.append(call)
             call = None if call.parent is None else self.calls[call.parent]
-        return found[::-1]
+        return calls[::-1]
 
     def ids(self, call: ModelCall | None) -> np.ndarray:
         """Every token up to the end of the call, as an engine was given or sampled it."""
-        parts = [part for one in self.path(call) for part in (one.context_ids, one.token_ids)]
+        parts = [
+            part
+            for ancestor in self.path(call)
+            for part in (ancestor.context_ids, ancestor.token_ids)
+        ]
         return np.concatenate([np.zeros(0, dtype=np.int32), *parts])
 
     def conversation(self, call: ModelCall | None) -> list[Message]:
         """The messages up to the call's answer."""
-        return [m for one in self.path(call) for m in (*one.messages, one.answer)]
+        return [m for ancestor in self.path(call) for m in (*ancestor.messages, ancestor.answer)]
 
     def place(self, messages: Sequence[Message], tools: str) -> Place:
         """The deepest call that the conversation continues, with the messages behind its answer.
@@ -91,9 +95,12 @@ class CallTree:
         return [call for call in calls if call.number not in parents]
 
     def unheard(self, heard: Collection[int]) -> list[int]:
-        """The calls whose answer nobody heard and that continue to none that was heard."""
+        """The calls whose answer the agent did not get, and from which no call follows that it got."""
         on_paths = {
-            one.number for call in self.calls if call.number in heard for one in self.path(call)
+            ancestor.number
+            for call in self.calls
+            if call.number in heard
+            for ancestor in self.path(call)
         }
         return [call.number for call in self.calls if call.number not in on_paths]
 
