@@ -33,7 +33,7 @@ def flash_attention(
     scale: float,
     window: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """What causal attention within each sequence adds up to [T, heads, size], and what backward needs.
+    """The output of causal attention within each sequence, [T, heads, size], and what backward needs.
 
     `queries` and `keys` are the cumulative lengths of the sequences, int32, and the largest length.
     """

@@ -17,6 +17,6 @@ def is_silu(function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
 
 def window_of(attention: Any) -> int | None:
     """The sliding window of an attention; some classes keep it in the config only."""
-    own = getattr(attention.config, "sliding_window", None)
-    window: int | None = getattr(attention, "sliding_window", own)
+    default = getattr(attention.config, "sliding_window", None)
+    window: int | None = getattr(attention, "sliding_window", default)
     return window

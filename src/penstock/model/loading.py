@@ -44,10 +44,10 @@ def format_of(model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return dtype
-    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    float32_parts = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
-        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    return torch.float32 if any(f".{part}." in f".{name}." for part in kept) else dtype
+        float32_parts |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return torch.float32 if any(f".{part}." in f".{name}." for part in float32_parts) else dtype
 
 
 def load_causal_lm(
@@ -89,9 +89,9 @@ def load_causal_lm(
 def end_ids(model: Any) -> tuple[int, ...]:
     """The ids that end a response of this model; the engine bans them up to min_tokens."""
     for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
-        found = getattr(config, "eos_token_id", None)
-        if found is not None:
-            return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
     return ()
 
 
@@ -100,10 +100,10 @@ def quiet_transformers() -> Iterator[None]:
     """Turn off transformers' progress bars: the run reports loading and saving itself."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()

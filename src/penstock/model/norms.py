@@ -23,8 +23,8 @@ def fuse_norms(model: nn.Module) -> int:
     count = 0
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        named = type(module).__name__.endswith("RMSNorm")
-        if named and weight is not None and epsilon(module) is not None:
+        is_rms_norm = type(module).__name__.endswith("RMSNorm")
+        if is_rms_norm and weight is not None and epsilon(module) is not None:
             count += _fuse_norm(module, weight)
     return count
 

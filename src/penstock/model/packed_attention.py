@@ -130,9 +130,9 @@ def _by_block(
     if layout.shared is not None:
         key_THD = gather_rows(key_THD, layout.shared.index_K)
         value_THD = gather_rows(value_THD, layout.shared.index_K)
-    own = [block.count * block.length for block in layout.blocks]
-    seen = [block.count * (block.prefix + block.length) for block in layout.blocks]
-    parts = (query_THD.split(own), key_THD.split(seen), value_THD.split(seen))
+    query_counts = [block.count * block.length for block in layout.blocks]
+    key_counts = [block.count * (block.prefix + block.length) for block in layout.blocks]
+    parts = (query_THD.split(query_counts), key_THD.split(key_counts), value_THD.split(key_counts))
     for block, *tensors in zip(layout.blocks, *parts, strict=True):
         query_BHLD, key_BHKD, value_BHKD = (
             tensor.unflatten(0, (block.count, -1)).transpose(1, 2) for tensor in tensors
@@ -151,8 +151,8 @@ def _fused_attention(
 ) -> Tensor:
     """Compute causal attention for a block of sequences."""
     mask = None
-    seen = block.prefix + block.length
-    if block.prefix or (sliding_window is not None and seen > sliding_window):
+    num_keys = block.prefix + block.length
+    if block.prefix or (sliding_window is not None and num_keys > sliding_window):
         mask = _mask(block, sliding_window, query_BHLD.device)
     return torch.nn.functional.scaled_dot_product_attention(
         query_BHLD,
@@ -168,10 +168,10 @@ def _fused_attention(
 
 def _mask(block: Block, window: int | None, device: torch.device) -> Tensor:
     """A mask that is True at a token itself and at the tokens, or window - 1 tokens, before it."""
-    seen = block.prefix + block.length
-    index = torch.arange(seen, device=device)
+    num_keys = block.prefix + block.length
+    index = torch.arange(num_keys, device=device)
     distance = index[block.prefix :, None] - index[None, :]
-    return (distance >= 0) & (distance < (window or seen))
+    return (distance >= 0) & (distance < (window or num_keys))
 
 
 @functools.cache
@@ -203,9 +203,11 @@ def flash_aligns_ends(device: torch.device) -> bool:
                 longest=7,
             ),
         )
-        got = _flash_attention(query, key, value, layout, None, None)
-        wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return bool((got - wanted.transpose(1, 2)).abs().max() < 0.05)
+        actual = _flash_attention(query, key, value, layout, None, None)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True
+        )
+        return bool((actual - expected.transpose(1, 2)).abs().max() < 0.05)
 
 
 def _flash_attention(
@@ -217,12 +219,12 @@ def _flash_attention(
     sliding_window: int | None,
 ) -> Tensor:
     """Compute all sequences at once with the variable-length flash kernel."""
-    varlen_attn, known = _varlen_function()
+    varlen_attn, allowed_options = _varlen_function()
     query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     left = -1 if sliding_window is None else sliding_window - 1
     options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0)}
     repeats = query_THD.shape[1] // key_THD.shape[1]
-    if "enable_gqa" in known:
+    if "enable_gqa" in allowed_options:
         options["enable_gqa"] = repeats > 1
     elif repeats > 1:
         key_THD = key_THD.repeat_interleave(repeats, dim=1)

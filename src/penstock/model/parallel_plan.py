@@ -43,7 +43,7 @@ def check_parallel(config: Config) -> None:
 
 
 def check_stages(settings: Any, size: int, path: str) -> None:
-    """Refuse a pipeline of an architecture that transformers does not describe as one, or of few layers."""
+    """Refuse a pipeline if transformers has no plan for the architecture, or it has too few layers."""
     text, key = settings.get_text_config(), f"train.parallel.pipeline: got {size}"
     plan = getattr(text, "base_model_pp_plan", None) or {}
     if set(plan) != {"embed_tokens", "layers", "norm"}:
@@ -66,8 +66,8 @@ def tensor_plan(settings: Any, size: int, path: str) -> dict[str, str]:
             f"{key}, but transformers has no tensor-parallel plan for {path!r} ({text.model_type}), "
             "allowed: 1"
         )
-    known = (*_STYLES, *_VOCABULARY_STYLES)
-    unknown = sorted({style for style in plan.values() if style not in known})
+    styles = (*_STYLES, *_VOCABULARY_STYLES)
+    unknown = sorted({style for style in plan.values() if style not in styles})
     if unknown:
         raise UserError(
             f"{key}, but the plan of {path!r} ({text.model_type}) has {', '.join(unknown)}, "

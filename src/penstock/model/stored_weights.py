@@ -37,18 +37,18 @@ class StoredWeights:
         from safetensors import safe_open
         from transformers.utils import cached_file
 
-        def found(name: str) -> str | None:
+        def cached(name: str) -> str | None:
             file: str | None = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
             return file
 
-        if (one := found(_ONE_FILE)) is not None:
-            with safe_open(one, framework="pt") as file:
-                return cls(dict.fromkeys(file.keys(), one))
-        if (index := found(_INDEX)) is None:
+        if (single := cached(_ONE_FILE)) is not None:
+            with safe_open(single, framework="pt") as file:
+                return cls(dict.fromkeys(file.keys(), single))
+        if (index := cached(_INDEX)) is None:
             return None
         with open(index, encoding="utf-8") as text:
             places: dict[str, str] = json.load(text)["weight_map"]
-        files = {name: found(name) for name in set(places.values())}
+        files = {name: cached(name) for name in set(places.values())}
         if None in files.values():
             return None
         return cls({name: str(files[place]) for name, place in places.items()})
@@ -79,37 +79,37 @@ class StoredWeights:
         self, model: nn.Module, layers: Sequence[nn.Module], device: torch.device
     ) -> Iterator[None]:
         """Let forward passes run inside the context: each of `layers` has its matrices while it runs."""
-        inside = {id(one) for layer in layers for one in layer.parameters()}
+        inside = {id(p) for layer in layers for p in layer.parameters()}
         outside = {n: p for n, p in _matrices(model).items() if id(p) not in inside}
         names = {id(parameter): name for name, parameter in _matrices(model).items()}
         hooks: list[Any] = []
-        lent: dict[nn.Module, _Lent] = {}
+        loaded: dict[nn.Module, _LoadedMatrices] = {}
 
-        def lend(module: nn.Module, *_: Any) -> None:
-            own = {names[id(p)]: p for p in module.parameters() if id(p) in names}
-            lent[module] = _Lent(self, module, own, device)
+        def load(module: nn.Module, *_: Any) -> None:
+            matrices = {names[id(p)]: p for p in module.parameters() if id(p) in names}
+            loaded[module] = _LoadedMatrices(self, module, matrices, device)
 
-        def take_back(module: nn.Module, *_: Any) -> None:
-            lent.pop(module).take_back()
+        def unload(module: nn.Module, *_: Any) -> None:
+            loaded.pop(module).unload()
 
-        whole = _Lent(self, model, outside, device)
+        outer = _LoadedMatrices(self, model, outside, device)
         try:
             for layer in layers:
-                hooks.append(layer.register_forward_pre_hook(lend))
-                hooks.append(layer.register_forward_hook(take_back))
+                hooks.append(layer.register_forward_pre_hook(load))
+                hooks.append(layer.register_forward_hook(unload))
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-            for one in (*lent.values(), whole):
-                one.take_back()
+            for matrices in (*loaded.values(), outer):
+                matrices.unload()
 
     def hold(self, count: int) -> None:
         self._held += count
         self.most_held = max(self.most_held, self._held)
 
 
-class _Lent:
+class _LoadedMatrices:
     """Matrices that are in memory for a while, in the place of parameters without values."""
 
     def __init__(
@@ -131,10 +131,10 @@ class _Lent:
                 if id(parameter) in values:
                     self._owners.append((part, name, parameter))
                     part._parameters[name] = values[id(parameter)]
-        self._bytes = sum(one.nbytes for one in values.values())
+        self._bytes = sum(value.nbytes for value in values.values())
         stored.hold(self._bytes)
 
-    def take_back(self) -> None:
+    def unload(self) -> None:
         for part, name, parameter in self._owners:
             part._parameters[name] = parameter
         self._stored.hold(-self._bytes)
@@ -142,7 +142,7 @@ class _Lent:
 
 def _matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters without values, tied ones once."""
-    return {name: one for name, one in model.named_parameters() if one.is_meta}
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
 
 
 def build(
@@ -175,8 +175,8 @@ def build(
     if model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict:
         return None  # parts of such a model have another dtype
     model.tie_weights()
-    named = {**dict(model.named_parameters()), **_persistent_buffers(model)}
-    if not all(stored.has(name, tensor.shape) for name, tensor in named.items()):
+    tensors = {**dict(model.named_parameters()), **_persistent_buffers(model)}
+    if not all(stored.has(name, tensor.shape) for name, tensor in tensors.items()):
         return None
     _fill_small(model, stored, device)
     return model.eval(), stored
@@ -200,12 +200,13 @@ def _fill_small(model: Any, stored: StoredWeights, device: torch.device) -> None
         else:
             owner._buffers[last] = torch.empty_like(buffer, device=device)
     model.initialize_weights()
-    vectors = {name: one for name, one in model.named_parameters() if one.ndim < 2}
+    vectors = {name: vector for name, vector in model.named_parameters() if vector.ndim < 2}
     values = {
-        id(one): nn.Parameter(
-            stored.read(name).to(device=device, dtype=one.dtype), requires_grad=one.requires_grad
+        id(vector): nn.Parameter(
+            stored.read(name).to(device=device, dtype=vector.dtype),
+            requires_grad=vector.requires_grad,
         )
-        for name, one in vectors.items()
+        for name, vector in vectors.items()
     }
     for module in model.modules():
         for name, parameter in module._parameters.items():

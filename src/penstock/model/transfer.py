@@ -25,7 +25,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def all_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copy arrays as `to_device` does, all in one copy: each would cost the host as much as the largest."""
+    """Copy arrays as `to_device` does, in one copy: a small copy costs the host as much as a large one."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     ends = list(itertools.accumulate(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays))
@@ -57,12 +57,12 @@ def _stage() -> Tensor:
 def copy_through(stage: Tensor, tensor: Tensor) -> Tensor:
     """A copy in host memory, made piece by piece through the bytes of `stage`."""
     source = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    made = torch.empty(len(source), dtype=torch.uint8)
+    copy = torch.empty(len(source), dtype=torch.uint8)
     for start in range(0, len(source), len(stage)):
         part = stage[: len(source) - start]
         part.copy_(source[start : start + len(part)])  # waits until it is there
-        _copy_bytes(made[start : start + len(part)], part)
-    return made.view(tensor.dtype).view(tensor.shape)
+        _copy_bytes(copy[start : start + len(part)], part)
+    return copy.view(tensor.dtype).view(tensor.shape)
 
 
 def _copy_bytes(target: Tensor, source: Tensor) -> None:

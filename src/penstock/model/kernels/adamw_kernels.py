@@ -80,13 +80,13 @@ class AdamWStep:
         """`rounded` gives the model's parameter of each master that is not itself the model's."""
         self._optimizer = optimizer
         groups = optimizer.param_groups
-        self._parameters = [one for group in groups for one in group["params"]]
-        self._rounded = [rounded.get(one) for one in self._parameters]
+        self._parameters = [parameter for group in groups for parameter in group["params"]]
+        self._rounded = [rounded.get(parameter) for parameter in self._parameters]
         decay = [group["weight_decay"] for group in groups for _ in group["params"]]
         self._device = self._parameters[0].device
         self._kind = next(iter(_kinds(self._rounded)), tl.bfloat16)
         self._decay = torch.tensor(decay, dtype=torch.float32, device=self._device)
-        counts = [triton.cdiv(one.numel(), _CHUNK) for one in self._parameters]
+        counts = [triton.cdiv(parameter.numel(), _CHUNK) for parameter in self._parameters]
         tensor = np.repeat(np.arange(len(counts)), counts)
         chunk = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
         chunks = np.stack([tensor, chunk], axis=1).astype(np.int32)
@@ -95,27 +95,31 @@ class AdamWStep:
     @staticmethod
     def fits(optimizer: torch.optim.Optimizer, rounded: dict[nn.Parameter, nn.Parameter]) -> bool:
         """Whether the kernel covers these parameters."""
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         return (
             bool(parameters)
-            and len({one.device for one in parameters}) == 1
+            and len({parameter.device for parameter in parameters}) == 1
             and len(_kinds(list(rounded.values()))) <= 1
-            and all(one.dtype == torch.float32 for one in parameters)
-            and all(one.numel() % _COUNT == 0 for one in parameters)
-            and all(one.is_contiguous() for one in [*parameters, *rounded.values()])
+            and all(parameter.dtype == torch.float32 for parameter in parameters)
+            and all(parameter.numel() % _COUNT == 0 for parameter in parameters)
+            and all(parameter.is_contiguous() for parameter in [*parameters, *rounded.values()])
         )
 
     def table(self) -> Tensor | None:
         """Addresses and size of every parameter; None: the kernel cannot read one of the gradients."""
         rows = []
-        for one, rounded in zip(self._parameters, self._rounded, strict=True):
-            grad = one.grad
+        for parameter, rounded in zip(self._parameters, self._rounded, strict=True):
+            grad = parameter.grad
             if grad is None or grad.dtype != torch.float32 or not grad.is_contiguous():
                 return None
-            state = self._state(one)
-            tensors = (one, grad, state["exp_avg"], state["exp_avg_sq"])
+            state = self._state(parameter)
+            tensors = (parameter, grad, state["exp_avg"], state["exp_avg_sq"])
             addresses = [tensor.data_ptr() for tensor in tensors]
-            rows.append((*addresses, 0 if rounded is None else rounded.data_ptr(), one.numel()))
+            rows.append(
+                (*addresses, 0 if rounded is None else rounded.data_ptr(), parameter.numel())
+            )
         array = np.array(rows, dtype=np.int64)
         return None if (array[:, :5] % _ALIGN).any() else to_device(array, self._device)
 
@@ -127,7 +131,7 @@ class AdamWStep:
         keep_first, keep_second = self._optimizer.param_groups[0]["betas"]
         applies = norm.isfinite() & loss.isfinite() & (norm > 0)
         decision = torch.stack([applies, (max_norm / (norm + 1e-6)).clamp(max=1.0)]).float()
-        steps = [self._state(one)["step"] for one in self._parameters]
+        steps = [self._state(parameter)["step"] for parameter in self._parameters]
         torch._foreach_add_(steps, [applies.float()] * len(steps))  # for a single tensor it waits
         steps_P = torch.stack(steps).double()
         first_P = 1 - torch.pow(keep_first, steps_P)
@@ -162,4 +166,4 @@ class AdamWStep:
 
 
 def _kinds(rounded: Sequence[nn.Parameter | None]) -> set[Any]:
-    return {_KINDS[one.dtype] for one in rounded if one is not None}
+    return {_KINDS[parameter.dtype] for parameter in rounded if parameter is not None}

@@ -55,22 +55,22 @@ def _attend(
     begin += split * share
     for block in range(begin, tl.minimum(begin + share, length), BLOCK):
         column = block + tl.arange(0, BLOCK)
-        seen = (column < length) & (column >= first)
+        visible = (column < length) & (column >= first)
         token = (start + column) * KV_HEADS + head
         key = tl.load(
             Keys + token[:, None] * KEY + key_at[None, :],
-            mask=seen[:, None] & (key_at < KEY)[None, :],
+            mask=visible[:, None] & (key_at < KEY)[None, :],
             other=0.0,
         )
         value = tl.load(
             Values + token[:, None] * VALUE + value_at[None, :],
-            mask=seen[:, None] & (value_at < VALUE)[None, :],
+            mask=visible[:, None] & (value_at < VALUE)[None, :],
             other=0.0,
         )
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if CAPPED:
             score = (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0) * softcap  # tanh
-        score = tl.where(seen[None, :], score, -float("inf"))
+        score = tl.where(visible[None, :], score, -float("inf"))
         peak = tl.maximum(best, tl.max(score, 1))
         shrink = tl.exp(best - peak)
         weight = tl.exp(score - peak[:, None])
@@ -253,11 +253,11 @@ def _rotate_store(
     target = Keys + (place + head - HEADS) * 2 * HALF + at
     tl.store(target, new_low, mask=inside & (head >= HEADS))
     tl.store(target + HALF, new_high, mask=inside & (head >= HEADS))
-    own = (head < KV_HEADS) & (at < HALF)
+    is_value = (head < KV_HEADS) & (at < HALF)
     source = Product + (row * (HEADS + 2 * KV_HEADS) + HEADS + KV_HEADS + head) * 2 * HALF + at
     target = Values + (place + head) * 2 * HALF + at
-    tl.store(target, tl.load(source, mask=own, other=0.0), mask=own)
-    tl.store(target + HALF, tl.load(source + HALF, mask=own, other=0.0), mask=own)
+    tl.store(target, tl.load(source, mask=is_value, other=0.0), mask=is_value)
+    tl.store(target + HALF, tl.load(source + HALF, mask=is_value, other=0.0), mask=is_value)
 
 
 def rotate_store(

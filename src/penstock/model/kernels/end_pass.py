@@ -19,7 +19,7 @@ from penstock.model.kernels.layer_pass import Joint
 
 
 class _Rows:
-    """Where the gradient of an embedding goes; a copy of the model has none, and runs its own code."""
+    """Where the gradient of an embedding goes. A copy of the model has no such place and runs the plain code."""
 
     def __init__(self, joint: Joint) -> None:
         self.joint = joint
@@ -57,7 +57,7 @@ def _add_rows(joint: Joint, total_VD: Tensor | None, ids_T: Tensor, grad_TD: Ten
 def install(
     model: Any, masters: Mapping[int, nn.Parameter], steps: Any
 ) -> Callable[[Tensor, Tensor], None] | None:
-    """Install it in the embedding; return what adds left^T right to the gradient of the head's master."""
+    """Install `_forward` in the embedding; return a function that adds left^T right to the head's gradient."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(embedding) is nn.Embedding and id(embedding.weight) in masters:
         embedding.rows = _Rows(Joint([embedding.weight], masters))
@@ -76,7 +76,7 @@ def restore(model: Any) -> None:
 
 def _forward(module: Any, ids: Tensor) -> Tensor:
     if module.rows is None or module.max_norm is not None or module.scale_grad_by_freq:
-        own: Tensor = type(module).forward(module, ids)
-        return own
+        plain: Tensor = type(module).forward(module, ids)
+        return plain
     output: Tensor = _EmbeddingFunction.apply(module.weight, ids, module.padding_idx, module.rows)
     return output

@@ -281,12 +281,12 @@ def _fuse_rotary(module: nn.Module) -> bool:
     forward: Any = type(module).forward
     if not isinstance(forward, types.FunctionType) or _ROTARY not in forward.__code__.co_names:
         return False
-    own = forward.__globals__.get(_ROTARY)
+    model_rotary = forward.__globals__.get(_ROTARY)
     size = getattr(module, "head_dim", None)
     weight = next(module.parameters(), None)
-    if own is None or not isinstance(size, int) or size % 2 or weight is None:
+    if model_rotary is None or not isinstance(size, int) or size % 2 or weight is None:
         return False
-    if not _rotary_matches(own, size, weight):
+    if not _rotary_matches(model_rotary, size, weight):
         return False
     module.forward = types.MethodType(_with_kernel(forward), module)
     return True
@@ -295,7 +295,7 @@ def _fuse_rotary(module: nn.Module) -> bool:
 @functools.cache
 def _with_kernel(forward: Any) -> Any:
     """An attention layer's forward function that calls the kernel where its shapes fit."""
-    own = forward.__globals__[_ROTARY]
+    model_rotary = forward.__globals__[_ROTARY]
 
     def rotary(
         q: torch.Tensor,
@@ -303,11 +303,11 @@ def _with_kernel(forward: Any) -> Any:
         cos: torch.Tensor,
         sin: torch.Tensor,
         *other: Any,
-        **named: Any,
+        **keywords: Any,
     ) -> Any:
         whole = cos.shape == sin.shape == (1, q.shape[2], q.shape[3])  # else a part of each head
-        if other or named or q.shape[0] != 1 or q.shape[3] != k.shape[3] or not whole:
-            return own(q, k, cos, sin, *other, **named)
+        if other or keywords or q.shape[0] != 1 or q.shape[3] != k.shape[3] or not whole:
+            return model_rotary(q, k, cos, sin, *other, **keywords)
         return apply_rotary(q, k, cos, sin)
 
     rebound: Any = types.FunctionType(
@@ -322,23 +322,23 @@ def _with_kernel(forward: Any) -> Any:
     return rebound
 
 
-def _rotary_matches(own: Any, size: int, weight: torch.Tensor) -> bool:
+def _rotary_matches(model_rotary: Any, size: int, weight: torch.Tensor) -> bool:
     def draw(*shape: int) -> torch.Tensor:
         values = torch.linspace(-2, 2, int(torch.tensor(shape).prod()), device=weight.device)
         return values.sin().view(shape).to(weight.dtype)
 
     arguments = (draw(1, 4, 3, size), draw(1, 2, 3, size), draw(1, 3, size), draw(1, 3, size))
     try:
-        wanted = own(*arguments)
+        expected = model_rotary(*arguments)
     except (TypeError, ValueError, RuntimeError):
         return False  # another signature: this model has a rotary embedding of its own
-    return all(is_close(a, b) for a, b in zip(apply_rotary(*arguments), wanted, strict=True))
+    return all(is_close(a, b) for a, b in zip(apply_rotary(*arguments), expected, strict=True))
 
 
-def is_close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+def is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether two outputs differ by rounding only."""
-    tolerance = _TOLERANCE.get(wanted.dtype, 0.0)
-    scale = float(wanted.abs().max())
-    return got.shape == wanted.shape and torch.allclose(
-        got, wanted, rtol=tolerance, atol=tolerance * scale
+    tolerance = _TOLERANCE.get(expected.dtype, 0.0)
+    scale = float(expected.abs().max())
+    return actual.shape == expected.shape and torch.allclose(
+        actual, expected, rtol=tolerance, atol=tolerance * scale
     )

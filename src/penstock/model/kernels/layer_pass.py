@@ -82,8 +82,8 @@ class Joint:
             master.grad is not None and master.grad._base is base for master in self._masters
         ):
             return base
-        known = [m.grad if m.grad is not None else torch.zeros_like(m) for m in self._masters]
-        joined = torch.cat(known).detach()
+        gradients = [m.grad if m.grad is not None else torch.zeros_like(m) for m in self._masters]
+        joined = torch.cat(gradients).detach()
         for master, place in zip(self._masters, self._places, strict=True):
             master.grad = joined[place]
         return joined
@@ -159,7 +159,7 @@ class LayerPass:
         normed_TD, inverse = steps.norm(x_TD, self.first_norm.values(), self.first_eps)
         bias = None if self.biases is None else self.biases.values()
         joint_TC = linear(normed_TD, self.projections.values(), bias)
-        heads = [one for norm in self.head_norms for one in norm.forward(joint_TC)]
+        heads = [tensor for norm in self.head_norms for tensor in norm.forward(joint_TC)]
         steps.rotate_(joint_TC, cos, sin, self.heads)
         attended = steps.attend(joint_TC, layout, self.heads)
         projected_TD = linear(attended[0], self.output.values())
@@ -168,14 +168,16 @@ class LayerPass:
         )
         both_TF = linear(second_TD, self.gate_up.values())
         output_TD = middle_TD + linear(steps.gate(both_TF), self.down.values())
-        kept = [x_TD, normed_TD, inverse, joint_TC, middle_TD, second_TD, second_inverse, both_TF]
-        return output_TD, [*kept, cos, sin, *heads, *attended]
+        saved = [x_TD, normed_TD, inverse, joint_TC, middle_TD, second_TD, second_inverse, both_TF]
+        return output_TD, [*saved, cos, sin, *heads, *attended]
 
-    def backward(self, grad_TD: Tensor, kept: Sequence[Tensor], layout: PackLayout) -> Tensor:
+    def backward(self, grad_TD: Tensor, saved: Sequence[Tensor], layout: PackLayout) -> Tensor:
         """Add the gradients of the weights to their masters; return that of the layer's input."""
         steps, add_product = self.steps, self.steps.add_product
-        x_TD, normed_TD, inverse, joint_TC, middle_TD, second_TD, second_inverse, both_TF = kept[:8]
-        cos, sin, *others = kept[8:]
+        x_TD, normed_TD, inverse, joint_TC, middle_TD, second_TD, second_inverse, both_TF = saved[
+            :8
+        ]
+        cos, sin, *others = saved[8:]
         split = 2 * len(self.head_norms)
         heads, attended = others[:split], others[split:]
         both_grad_TF, active_TF = steps.gate_back(grad_TD @ self.down.values(), both_TF)
@@ -251,8 +253,8 @@ class _LayerFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, layout: PackLayout, layer: LayerPass
     ) -> Tensor:
-        output_TD, kept = layer.forward(x[0], cos, sin, layout)
-        ctx.save_for_backward(*kept)
+        output_TD, saved = layer.forward(x[0], cos, sin, layout)
+        ctx.save_for_backward(*saved)
         ctx.layout, ctx.layer = layout, layer
         return output_TD[None]
 
@@ -290,23 +292,25 @@ def restore(model: nn.Module) -> None:
 
 def warm_up(model: nn.Module) -> None:
     """Compile what the first update needs, with one layer's passes; its masters have no gradients yet."""
-    layer = next((one.layer_pass for one in model.modules() if hasattr(one, "layer_pass")), None)
+    layer = next(
+        (module.layer_pass for module in model.modules() if hasattr(module, "layer_pass")), None
+    )
     if layer is None:
         return
     with torch.no_grad():
         x_TD, cos, sin, layout = layer.probe()
-        output_TD, kept = layer.forward(x_TD, cos, sin, layout)
-        layer.backward(output_TD, kept, layout)
+        output_TD, saved = layer.forward(x_TD, cos, sin, layout)
+        layer.backward(output_TD, saved, layout)
     layer.drop_gradients()
 
 
-def _forward(module: Any, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
-    layout: Any = named.get("pack_layout")
-    turns: Any = named.get("position_embeddings")
+def _forward(module: Any, hidden_states: Tensor, *inputs: Any, **keywords: Any) -> Tensor:
+    layout: Any = keywords.get("pack_layout")
+    turns: Any = keywords.get("position_embeddings")
     layer: LayerPass | None = module.layer_pass  # None: the module is a copy
     fits = layer is not None and turns is not None and not inputs and bool(hidden_states.numel())
     if not fits or not _can_run(layout, hidden_states):
-        output: Tensor = type(module).forward(module, hidden_states, *inputs, **named)
+        output: Tensor = type(module).forward(module, hidden_states, *inputs, **keywords)
         return output
     cos, sin = turns
     output = _LayerFunction.apply(
@@ -333,7 +337,7 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def _read(module: nn.Module, masters: Mapping[int, nn.Parameter], steps: Any) -> LayerPass | None:
-    """The weights of a layer of the architecture that `LayerPass` computes; None: another one."""
+    """The weights of a layer that `LayerPass` can compute; None if its architecture is another."""
     if set(module._modules) != _PARTS or getattr(module, "gradient_checkpointing", False):
         return None
     attention: Any = module.self_attn
@@ -346,11 +350,13 @@ def _read(module: nn.Module, masters: Mapping[int, nn.Parameter], steps: Any) ->
         return None
     if any(getattr(norm, "weight", None) is None or epsilon(norm) is None for norm in norms):
         return None
-    known = [one.weight for one in (*products, *norms)]
-    known += [one.bias for one in products[:3] if one.bias is not None]
-    if len(known) - len(products) - len(norms) not in (0, 3) or not _can_join(known, masters):
+    parameters = [module.weight for module in (*products, *norms)]
+    parameters += [product.bias for product in products[:3] if product.bias is not None]
+    if len(parameters) - len(products) - len(norms) not in (0, 3) or not _can_join(
+        parameters, masters
+    ):
         return None
-    if {id(one) for one in known} != {id(one) for one in module.parameters()}:
+    if {id(p) for p in parameters} != {id(p) for p in module.parameters()}:
         return None  # it has weights that are not known here
     heads = _heads(attention, norms[2:])
     if heads is None or not hasattr(mlp, "act_fn") or not is_silu(mlp.act_fn):
@@ -366,8 +372,8 @@ def _read(module: nn.Module, masters: Mapping[int, nn.Parameter], steps: Any) ->
         projections=Joint([q.weight, k.weight, v.weight], masters),
         biases=None if q.bias is None else Joint([q.bias, k.bias, v.bias], masters),
         head_norms=[
-            HeadNorm(steps, Joint([norm.weight], masters), one, place, heads.size)
-            for norm, one, place in zip(norms[2:], eps[2:], columns, strict=False)
+            HeadNorm(steps, Joint([norm.weight], masters), norm_eps, place, heads.size)
+            for norm, norm_eps, place in zip(norms[2:], eps[2:], columns, strict=False)
         ],
         output=Joint([out.weight], masters),
         second_norm=Joint([norms[1].weight], masters),
@@ -377,13 +383,15 @@ def _read(module: nn.Module, masters: Mapping[int, nn.Parameter], steps: Any) ->
     )
 
 
-def _can_join(known: Sequence[nn.Parameter], masters: Mapping[int, nn.Parameter]) -> bool:
+def _can_join(parameters: Sequence[nn.Parameter], masters: Mapping[int, nn.Parameter]) -> bool:
     """Whether all have masters and one format, begin aligned when joined, and fit the kernels."""
     return (
-        all(id(one) in masters for one in known)
-        and len({one.dtype for one in known}) == 1
-        and not any(one.numel() * one.element_size() % _ALIGN for one in known)
-        and all(one.ndim > 1 or len(one) <= LARGEST for one in known)
+        all(id(parameter) in masters for parameter in parameters)
+        and len({parameter.dtype for parameter in parameters}) == 1
+        and not any(
+            parameter.numel() * parameter.element_size() % _ALIGN for parameter in parameters
+        )
+        and all(parameter.ndim > 1 or len(parameter) <= LARGEST for parameter in parameters)
     )
 
 
@@ -409,7 +417,7 @@ def _matches(module: Any, layer: LayerPass) -> bool:
     with torch.no_grad():
         x_TD, cos, sin, layout = layer.probe()
         try:
-            wanted = module(
+            expected = module(
                 x_TD[None],
                 attention_mask=None,
                 position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=x_TD.device),
@@ -418,7 +426,7 @@ def _matches(module: Any, layer: LayerPass) -> bool:
             )
         except (TypeError, ValueError, RuntimeError):
             return False  # another signature
-        if not isinstance(wanted, Tensor):
+        if not isinstance(expected, Tensor):
             return False
-        got_TD, _ = layer.forward(x_TD, cos, sin, layout)
-    return is_close(got_TD, wanted[0])
+        actual_TD, _ = layer.forward(x_TD, cos, sin, layout)
+    return is_close(actual_TD, expected[0])

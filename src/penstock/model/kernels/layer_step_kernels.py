@@ -42,7 +42,7 @@ def gate(both_TF: Tensor) -> Tensor:
 
 
 def gate_back(grad_TF: Tensor, both_TF: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of the rows that `gate` took, and its output, computed again in place of `grad_TF`."""
+    """(gradient of the input of `gate`, its output). The output is computed again and overwrites `grad_TF`."""
     grads_TF = torch.empty_like(both_TF)
     width = grad_TF.shape[1]
     layer_kernels.gate_gradients(
@@ -56,7 +56,7 @@ def gate_back(grad_TF: Tensor, both_TF: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend(joint_TC: Tensor, layout: PackLayout, heads: Heads) -> tuple[Tensor, ...]:
-    """What the heads' values add up to [rows, queries x size], and what backward needs."""
+    """The attention output [rows, queries x size], and what backward needs."""
     query_THD, key_KHD, value_KHD = heads.split(joint_TC)
     if layout.shared is not None:  # keys and values lie side by side
         split = heads.queries * heads.size

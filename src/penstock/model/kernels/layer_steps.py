@@ -81,7 +81,7 @@ def rotate_(joint_TC: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> None:
 
 
 def attend(joint_TC: Tensor, layout: PackLayout, heads: Heads) -> tuple[Tensor, ...]:
-    """What the heads' values add up to [rows, queries x size], and what backward needs."""
+    """The attention output [rows, queries x size], and what backward needs."""
     query, key, value = (part.transpose(0, 1)[None] for part in heads.split(joint_TC))
     output, _ = packed_attention(
         torch.nn.Identity(), query, key, value, None, pack_layout=layout, scaling=heads.scale
@@ -117,7 +117,7 @@ def gate(both_TF: Tensor) -> Tensor:
 
 
 def gate_back(grad_TF: Tensor, both_TF: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of the rows that `gate` took, and its output, computed again. May overwrite `grad_TF`.
+    """(gradient of the input of `gate`, its output). The output is computed again; `grad_TF` may be overwritten.
 
     The forward pass does not keep the output, which would add a third to what a layer keeps.
     """

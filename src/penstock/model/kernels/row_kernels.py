@@ -115,14 +115,14 @@ def _heads_rows(
     at = first + both % C
     column = head * 2 * HALF + at + both // C * HALF
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    made = _product(
+    product = _product(
         X, Weight, Norm, row, rows, column, at < HALF, eps, K, True, ROWS, COLUMNS, SPLIT, BLOCK,
         CHUNKS, PDL,
     )  # fmt: skip
     if BIASED:
-        made += tl.load(Bias + column, mask=at < HALF, other=0.0).to(tl.float32)[None, :]
+        product += tl.load(Bias + column, mask=at < HALF, other=0.0).to(tl.float32)[None, :]
     kind = Query.dtype.element_ty
-    low, high = _halves(made.to(kind), ROWS, COLUMNS)
+    low, high = _halves(product.to(kind), ROWS, COLUMNS)
     at = (first + tl.arange(0, C))[None, :]
     here = (row < rows)[:, None] & (at < HALF)
     if head < HEADS + KV_HEADS:
@@ -159,12 +159,12 @@ def _gate_rows(
     first, both = tl.program_id(0) * C, tl.arange(0, COLUMNS)
     at = first + both % C
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    made = _product(
+    product = _product(
         X, Weight, Norm, row, rows, at + both // C * WIDTH, at < WIDTH, eps, K, True, ROWS, COLUMNS,
         SPLIT, BLOCK, CHUNKS, PDL,
     )  # fmt: skip
     kind = Out.dtype.element_ty
-    gate, up = _halves(made.to(kind).to(tl.float32), ROWS, COLUMNS)
+    gate, up = _halves(product.to(kind).to(tl.float32), ROWS, COLUMNS)
     active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
     at = (first + tl.arange(0, C))[None, :]
     tl.store(
@@ -181,16 +181,16 @@ def _add_rows(
 ):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    made = _product(
+    product = _product(
         X, Weight, X, row, rows, column, column < WIDTH, 0.0, K, False, ROWS, COLUMNS, SPLIT, BLOCK,
         CHUNKS, PDL,
     )  # fmt: skip
     if BIASED:
-        made += tl.load(Bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+        product += tl.load(Bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     here = (row < rows)[:, None] & (column < WIDTH)[None, :]
     target = Total + row[:, None] * WIDTH + column[None, :]
-    made += tl.load(target, mask=here, other=0.0).to(tl.float32)
-    tl.store(target, made.to(Total.dtype.element_ty), mask=here)
+    product += tl.load(target, mask=here, other=0.0).to(tl.float32)
+    tl.store(target, product.to(Total.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -201,22 +201,22 @@ def _norm_rows(
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH_PAD)
     x = tl.load(X + row * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
     scale = tl.load(Norm + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-    made = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * scale
-    tl.store(Out + row * WIDTH + at, made.to(Out.dtype.element_ty), mask=at < WIDTH)
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * scale
+    tl.store(Out + row * WIDTH + at, normed.to(Out.dtype.element_ty), mask=at < WIDTH)
 
 
 def norm_rows(x_BD: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Tensor:
     """The rows' RMS norm."""
     rows, width = x_BD.shape
     assert x_BD.is_contiguous()
-    made = torch.empty_like(x_BD)
+    normed_BD = torch.empty_like(x_BD)
     pad = triton.next_power_of_2(width)
     kernel: Any = _norm_rows
     kernel[(rows,)](
-        x_BD, norm[0], made, norm[1], WIDTH=width, WIDTH_PAD=pad,
+        x_BD, norm[0], normed_BD, norm[1], WIDTH=width, WIDTH_PAD=pad,
         num_warps=min(16, max(1, pad // 256)), **overlapped(x_BD.device),
     )  # fmt: skip
-    return made
+    return normed_BD
 
 
 def _how(tiles: Tiles, x_BK: torch.Tensor) -> dict[str, Any]:
@@ -271,12 +271,12 @@ def gate_product(
     assert x_BD.is_contiguous()
     assert weight_FD.is_contiguous()
     assert inputs <= tiles.split * tiles.block
-    made = x_BD.new_empty(rows, width)
+    gated_BF = x_BD.new_empty(rows, width)
     kernel: Any = _gate_rows
     kernel[(triton.cdiv(width, tiles.columns // 2), triton.cdiv(rows, ROWS))](
-        x_BD, weight_FD, norm[0], made, rows, norm[1], WIDTH=width, **_how(tiles, x_BD)
+        x_BD, weight_FD, norm[0], gated_BF, rows, norm[1], WIDTH=width, **_how(tiles, x_BD)
     )
-    return made
+    return gated_BF
 
 
 def add_product(
