@@ -42,7 +42,7 @@ class SamplingParams:
     @classmethod
     def from_config(cls, config: SamplingConfig, **changes: Any) -> Self:
         """The fields of [sampling], overridden by `changes`."""
-        given = {
+        settings = {
             "temperature": config.temperature,
             "top_k": config.top_k,
             "top_p": config.top_p,
@@ -50,12 +50,12 @@ class SamplingParams:
             "max_tokens": config.max_tokens,
             "stop": tuple(config.stop),
         }
-        return cls(**{**given, **changes})
+        return cls(**{**settings, **changes})
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as positions: a run sends thousands a second, and dataclasses pickle by name."""
-        drawn = (self.temperature, self.top_k, self.top_p, self.min_tokens, self.max_tokens)
-        return _make_sampling, (*drawn, self.stop_token_ids, self.stop)
+        numbers = (self.temperature, self.top_k, self.top_p, self.min_tokens, self.max_tokens)
+        return _make_sampling, (*numbers, self.stop_token_ids, self.stop)
 
 
 def _make_sampling(
@@ -148,18 +148,18 @@ class Generations(list[Generation]):
     def __reduce__(self) -> tuple[Any, ...]:
         if not self:
             return Generations, ()
-        ids = np.concatenate([one.token_ids for one in self], dtype=np.int32)
-        logprobs = np.concatenate([one.logprobs for one in self], dtype=np.float32)
-        seen: dict[tuple[VersionSegment, ...], tuple[VersionSegment, ...]] = {}
+        ids = np.concatenate([generation.token_ids for generation in self], dtype=np.int32)
+        logprobs = np.concatenate([generation.logprobs for generation in self], dtype=np.float32)
+        unique: dict[tuple[VersionSegment, ...], tuple[VersionSegment, ...]] = {}
         rows = [
             (
-                one.request_id,
-                len(one.token_ids),
-                seen.setdefault(one.segments, one.segments),
-                one.finish_reason,
-                one.error,
+                generation.request_id,
+                len(generation.token_ids),
+                unique.setdefault(generation.segments, generation.segments),
+                generation.finish_reason,
+                generation.error,
             )
-            for one in self
+            for generation in self
         ]
         return _split_generations, (rows, ids.tobytes(), logprobs.tobytes())
 
@@ -171,11 +171,13 @@ def _split_generations(
 ) -> Generations:
     """Generations whose arrays cannot be written: a rollout keeps them without a copy."""
     ids, logprobs = np.frombuffer(id_bytes, np.int32), np.frombuffer(logprob_bytes, np.float32)
-    made, start = Generations(), 0
+    generations, start = Generations(), 0
     for name, length, segments, reason, error in rows:
-        own = slice(start, start := start + length)
-        made.append(_make_generation(name, ids[own], logprobs[own], segments, reason, error))
-    return made
+        span = slice(start, start := start + length)
+        generations.append(
+            _make_generation(name, ids[span], logprobs[span], segments, reason, error)
+        )
+    return generations
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -262,11 +264,11 @@ def check_request(
 
 
 def check_options(
-    settings: type[Any], names: Iterable[str], given: dict[str, Any]
+    settings: type[Any], names: Iterable[str], options: dict[str, Any]
 ) -> dict[str, Any]:
     """[engine.options] if `settings` has a field of that name and type for every key."""
     allowed = {f.name: f for f in fields(settings) if f.name in set(names)}
-    for key, value in given.items():
+    for key, value in options.items():
         if key not in allowed:
             raise UserError(f"engine.options: got {key!r}, allowed: {', '.join(allowed)}")
         default, factory = allowed[key].default, allowed[key].default_factory
@@ -274,4 +276,4 @@ def check_options(
         kinds: Any = {float: (float, int), tuple: (list, tuple)}.get(kind, (kind,))
         if not isinstance(value, kinds):
             raise UserError(f"engine.options.{key}: got {value!r}, allowed: {kinds[0].__name__}")
-    return given
+    return options

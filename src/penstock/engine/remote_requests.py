@@ -41,11 +41,11 @@ class RemoteRequest:
     def truncate(self, tokens: int) -> None:
         """Drop all but the first `tokens` tokens."""
         del self.ids[tokens:], self.logprobs[tokens:]
-        kept: tuple[VersionSegment, ...] = ()
+        segments: tuple[VersionSegment, ...] = ()
         for segment in self.segments:
             length = min(segment.length, tokens)
-            kept, tokens = extend_segments(kept, segment.version, length), tokens - length
-        self.segments = kept
+            segments, tokens = extend_segments(segments, segment.version, length), tokens - length
+        self.segments = segments
 
 
 def sampling_fields(request: GenerationRequest) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class OpenAIOptions:
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One streamed answer; its timeout ends it, also when it is cut to continue after an update."""
+    """One streamed answer. Its timeout ends it, also when it is cut, to be continued after an update."""
 
     timeout: asyncio.Timeout
     can_be_cut: bool

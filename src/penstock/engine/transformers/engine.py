@@ -243,7 +243,7 @@ class TransformersEngine:
         failure = self._ended = EngineError(f"{self._name}: {reason}")
         if error is not None:
             failure.add_note("".join(traceback.format_exception(error)))
-        left = self._inbox.close()
+        orders = self._inbox.close()
         for sequence in list(self._by_id.values()):
             if error is None:
                 self._finish(sequence, "abort")
@@ -251,7 +251,7 @@ class TransformersEngine:
                 sequence.deliver(sequence.empty("error", str(failure)))
         for reply in self._pausing:
             reply.fail(failure)
-        for order in left:
+        for order in orders:
             order.fail(failure)
         self._runner = None
 
@@ -294,15 +294,15 @@ class TransformersEngine:
     def _admit(self) -> list[Sequence]:
         """Admit waiting requests in order, as slots, memory and the prefill limit allow."""
         runner, prefill_tokens = self._live_runner, 0
-        chosen: list[Sequence] = []
-        seen: set[bytes] = set()
+        admitted: list[Sequence] = []
+        prefilled: set[bytes] = set()
         limit = self._options.max_tokens_in_flight
         while self._waiting:
             sequence = self._waiting[0]
-            cached = sequence.prompt_key in seen or sequence.prompt_key in runner.prompts
+            cached = sequence.prompt_key in prefilled or sequence.prompt_key in runner.prompts
             cost = 0 if cached else sequence.num_prefill_tokens
             size = sequence.request.num_tokens
-            if (chosen and prefill_tokens + cost > self._options.prefill_limit) or (
+            if (admitted and prefill_tokens + cost > self._options.prefill_limit) or (
                 limit and self._tokens_held + size > limit
             ):
                 break
@@ -310,12 +310,12 @@ class TransformersEngine:
                 break
             self._forget_waiting(self._waiting.popleft())
             if sequence.prompt_key:
-                seen.add(sequence.prompt_key)
+                prefilled.add(sequence.prompt_key)
             prefill_tokens += cost
             self._tokens_held += size
             sequence.mark_version(0, self._version)
-            chosen.append(sequence)
-        return chosen
+            admitted.append(sequence)
+        return admitted
 
     def _forget_waiting(self, sequence: Sequence) -> None:
         if sequence.prompt_key:
@@ -400,7 +400,7 @@ class TransformersEngine:
         runner.load(weights)
         self._version, self._digest = version, digest
         for sequence in runner.table.running:
-            sequence.mark_version(int(runner.table.made[sequence.slot]), version)
+            sequence.mark_version(int(runner.table.num_new[sequence.slot]), version)
         return self._digest
 
     def _sleep(self) -> None:
@@ -485,10 +485,10 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")
 
 
-def _differ_by_seed(one: GenerationRequest, other: GenerationRequest) -> bool:
+def _differ_by_seed(first: GenerationRequest, second: GenerationRequest) -> bool:
     """Whether two requests ask the same of an engine but for the seed, as those of a group do."""
-    same = one.prompt_ids is other.prompt_ids and one.sampling is other.sampling
-    return same and not len(one.response_ids) and not len(other.response_ids)
+    same = first.prompt_ids is second.prompt_ids and first.sampling is second.sampling
+    return same and not len(first.response_ids) and not len(second.response_ids)
 
 
 def _no_tokenizer(ids: list[int]) -> str:

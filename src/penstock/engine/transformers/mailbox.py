@@ -47,7 +47,7 @@ class Reply:
 
 
 class Replies(Reply):
-    """The answers to several questions of one caller: the last one wakes the event loop, with all of them.
+    """The answers to several questions of one caller. The last answer wakes the event loop, once for all.
 
     A wake-up costs more than the rest of an answer, and hundreds of responses may end in one step.
     """
@@ -62,7 +62,7 @@ class Replies(Reply):
             self.set([])
 
     def setter(self, place: int) -> Callable[[Any], None]:
-        """What takes the answer to one question; only one thread at a time may call these."""
+        """A function that takes the answer to one question. Only one thread at a time may call it."""
 
         def answer(result: Any) -> None:
             if self._answers[place] is None:  # else an engine that died answers again
@@ -137,6 +137,6 @@ class Inbox:
         """Take no more orders; return those that were not run."""
         with self._changed:
             self._closed = True
-            left = list(self._orders)
+            unanswered = list(self._orders)
             self._orders.clear()
-            return left
+            return unanswered

@@ -172,14 +172,14 @@ def choose_sizes(
     ceiling = slots * (min(positions, max_tokens_in_flight or longest) + 2)
     if not max_tokens_in_flight:
         return Sizes(slots=slots, tokens=min(fits, ceiling))
-    asked = max_tokens_in_flight + 2 * slots
+    needed = max_tokens_in_flight + 2 * slots
     room = int(free * kv_memory_share) // bytes_per_token
-    if asked > room:
+    if needed > room:
         raise UserError(
             f"engine.options.max_tokens_in_flight: got {max_tokens_in_flight}, "
             f"allowed: about {room} with the free device memory"
         )
-    return Sizes(slots=slots, tokens=min(asked, ceiling))
+    return Sizes(slots=slots, tokens=min(needed, ceiling))
 
 
 def describe(sizes: Sizes, load: Load, *, free: int, bytes_per_token: int) -> str:

@@ -24,8 +24,8 @@ Finished = list[tuple[int, FinishReason]]  # (slot, reason)
 
 
 @functools.lru_cache(64)  # hundreds of responses end together, most of one length
-def _one_segment(version: int, made: int) -> tuple[VersionSegment, ...]:
-    return (VersionSegment(version, made),)
+def _one_segment(version: int, num_new: int) -> tuple[VersionSegment, ...]:
+    return (VersionSegment(version, num_new),)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,24 +51,24 @@ class Sequence:
     def num_prefill_tokens(self) -> int:
         return len(self.request.prompt_ids) + len(self.request.response_ids)
 
-    def mark_version(self, made: int, version: int) -> None:
-        """Note that new tokens from number `made` on are sampled under `version`."""
-        if self.marks and self.marks[-1][0] == made:
-            self.marks[-1] = (made, version)
+    def mark_version(self, first: int, version: int) -> None:
+        """Note that new tokens from number `first` on are sampled under `version`."""
+        if self.marks and self.marks[-1][0] == first:
+            self.marks[-1] = (first, version)
         else:
-            self.marks.append((made, version))
+            self.marks.append((first, version))
 
-    def segments(self, made: int) -> tuple[VersionSegment, ...]:
-        """The version segments of the first `made` new tokens."""
-        found: tuple[VersionSegment, ...] = ()
-        if not made:
-            return found
+    def segments(self, num_new: int) -> tuple[VersionSegment, ...]:
+        """The version segments of the first `num_new` new tokens."""
+        segments: tuple[VersionSegment, ...] = ()
+        if not num_new:
+            return segments
         if len(self.marks) == 1 and not self.marks[0][0]:
-            return _one_segment(self.marks[0][1], made)
-        ends = [start for start, _ in self.marks[1:]] + [made]
+            return _one_segment(self.marks[0][1], num_new)
+        ends = [start for start, _ in self.marks[1:]] + [num_new]
         for (start, version), end in zip(self.marks, ends, strict=True):
-            found = extend_segments(found, version, max(0, min(end, made) - start))
-        return found
+            segments = extend_segments(segments, version, max(0, min(end, num_new) - start))
+        return segments
 
     def generation(
         self, ids: np.ndarray, logprobs: np.ndarray, reason: FinishReason, error: str = ""
@@ -109,7 +109,7 @@ def lay_out(sequences: list[Sequence], start: int) -> list[Span]:
 
 
 class SlotTable:
-    """Columns indexed by slot. `made` counts a request's new tokens, `index` its whole response."""
+    """Columns indexed by slot. `num_new` counts a request's new tokens, `index` its whole response."""
 
     def __init__(self, num_slots: int, end_ids: tuple[int, ...]) -> None:
         self.end_ids = end_ids
@@ -123,7 +123,7 @@ class SlotTable:
         self.min_index = np.zeros(num_slots, np.int64)
         self.max_made = np.zeros(num_slots, np.int64)
         self.start_index = np.zeros(num_slots, np.int64)
-        self.made = np.zeros(num_slots, np.int64)
+        self.num_new = np.zeros(num_slots, np.int64)
         self.has_stop_strings = np.zeros(num_slots, np.bool_)
         self.last_token = np.zeros(num_slots, np.int64)
         self.length = np.zeros(num_slots, np.int64)  # tokens whose keys and values are stored
@@ -145,7 +145,7 @@ class SlotTable:
         self.min_index[slot] = sampling.min_tokens
         self.start_index[slot] = len(request.response_ids)
         self.max_made[slot] = sampling.max_tokens - len(request.response_ids)
-        self.made[slot] = 0
+        self.num_new[slot] = 0
         self.length[slot] = sequence.num_prefill_tokens
         self.has_stop_strings[slot] = bool(sampling.stop)
         self.stop_ids[slot] = -1
@@ -175,14 +175,16 @@ class SlotTable:
         self,
         slots_N: np.ndarray,
         device: torch.device | str = "cpu",
-        made_N: np.ndarray | None = None,
+        num_new_N: np.ndarray | None = None,
     ) -> RowSampling:
-        """These slots' parameters for their next token; `made_N` defaults to those recorded."""
+        """These slots' parameters for their next token; `num_new_N` defaults to those recorded."""
 
         def column(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array[slots_N]).to(device)
 
-        index_N = self.start_index[slots_N] + (self.made[slots_N] if made_N is None else made_N)
+        index_N = self.start_index[slots_N] + (
+            self.num_new[slots_N] if num_new_N is None else num_new_N
+        )
         banned = None
         early = np.flatnonzero(index_N < self.min_index[slots_N])
         if len(early):
@@ -208,16 +210,16 @@ class SlotTable:
 
         A row with log-prob NaN had no distribution to sample from: it finishes with an error.
         """
-        made_N = self.made[slots_N]
-        self.out_ids[slots_N, made_N] = token_N
-        self.out_logprobs[slots_N, made_N] = logprob_N
+        num_new_N = self.num_new[slots_N]
+        self.out_ids[slots_N, num_new_N] = token_N
+        self.out_logprobs[slots_N, num_new_N] = logprob_N
         self.last_token[slots_N] = token_N
         invalid_N = np.isnan(logprob_N)
-        self.made[slots_N] = made_N + ~invalid_N
+        self.num_new[slots_N] = num_new_N + ~invalid_N
         stopped_N = (self.stop_ids[slots_N] == token_N[:, None]).any(axis=1)
         for row in np.flatnonzero(self.has_stop_strings[slots_N] & ~stopped_N):
             stopped_N[row] = self._text_stops(int(slots_N[row]), text_of)
-        full_N = made_N + 1 >= self.max_made[slots_N]
+        full_N = num_new_N + 1 >= self.max_made[slots_N]
         return [
             (
                 int(slots_N[row]),
@@ -230,11 +232,11 @@ class SlotTable:
         """Whether the newest token completes a stop string; decodes only the end of the text."""
         sequence = self.sequences[slot]
         assert sequence is not None
-        request, made = sequence.request, int(self.made[slot])
-        if self.start_index[slot] + made < self.min_index[slot]:
+        request, num_new = sequence.request, int(self.num_new[slot])
+        if self.start_index[slot] + num_new < self.min_index[slot]:
             return False
         window = 4 * max(len(stop) for stop in request.sampling.stop) + 4
-        new_ids = self.out_ids[slot, max(0, made - window) : made].tolist()
+        new_ids = self.out_ids[slot, max(0, num_new - window) : num_new].tolist()
         missing = window - len(new_ids)
         old_ids = request.response_ids[-missing:].tolist() if missing > 0 else []
         text = text_of(old_ids + new_ids)
@@ -242,8 +244,8 @@ class SlotTable:
 
     def output(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Copies of the new ids and log-probs so far."""
-        made = int(self.made[slot])
-        return self.out_ids[slot, :made].copy(), self.out_logprobs[slot, :made].copy()
+        num_new = int(self.num_new[slot])
+        return self.out_ids[slot, :num_new].copy(), self.out_logprobs[slot, :num_new].copy()
 
     @property
     def running(self) -> list[Sequence]:

@@ -255,11 +255,11 @@ class VllmEngine:
         reason: str | None = "error"
         try:
             async for output in llm.generate(prompt, sampling, request.request_id):
-                made = output.outputs[0]
-                reason = made.finish_reason or reason
-                pairs = zip(made.token_ids, made.logprobs or [], strict=True)
+                delta = output.outputs[0]
+                reason = delta.finish_reason or reason
+                pairs = zip(delta.token_ids, delta.logprobs or [], strict=True)
                 logprobs = [choices[token].logprob for token, choices in pairs]
-                self._requests.add(remote, made.token_ids, logprobs, self._version)
+                self._requests.add(remote, delta.token_ids, logprobs, self._version)
         except (EngineDeadError, EngineGenerateError) as error:
             return remote.generation("error", f"engine vllm: {type(error).__name__}: {error}")
         if reason not in ("stop", "length", "abort"):
@@ -317,16 +317,16 @@ class VllmEngine:
     @asynccontextmanager
     async def _held(self, llm: AsyncLLM) -> AsyncIterator[None]:
         """Hold running and new requests; leave an existing pause or sleep as it is."""
-        own = self._paused is None and not self._asleep
+        pauses = self._paused is None and not self._asleep
         self._requests.gate.clear()
         try:
-            if own:
+            if pauses:
                 await _checked(llm.pause_generation(mode="keep", clear_cache=False))
         except EngineError:
             self._open_unless_held()  # requests at the gate must see the fault
             raise
         yield
-        if own and self._paused is None:
+        if pauses and self._paused is None:
             await _checked(llm.resume_generation())
         self._open_unless_held()
 

@@ -55,7 +55,7 @@ class CpuRunner:
             fuse_norms(model)
         self._linears.take_linears(model)
         self._quantum, self.batch_invariant = find_row_quantum(
-            model, [one.size for one in fused], shape, options.threads, self._linears.kind
+            model, [linear.size for linear in fused], shape, options.threads, self._linears.kind
         )
         self._rows = make_row_model(model, fused)
         self._kv = BucketedKV(shape)
@@ -109,24 +109,24 @@ class CpuRunner:
     ) -> torch.Tensor:
         """Logits of the decoded rows, then of the last row of each prefilled sequence."""
         decoded = len(decode.slots_N)
-        used = prefill.spans[-1].end if prefill.spans else decoded
-        if not used:
+        num_rows = prefill.spans[-1].end if prefill.spans else decoded
+        if not num_rows:
             return torch.zeros(0, self.vocabulary)
-        rows = round_up(used, self._quantum)
+        rows = round_up(num_rows, self._quantum)
         ids, positions = np.zeros((2, rows), np.int64)
         ids[:decoded] = self.table.last_token[decode.slots_N]
         positions[:decoded] = self.table.length[decode.slots_N]
         for span, sequence in zip(prefill.spans, fresh, strict=True):
             ids[span.start : span.end] = sequence.token_ids
             positions[span.start : span.end] = np.arange(span.length)
-        wanted = [*range(decoded), *(span.end - 1 for span in prefill.spans)]
-        kept = np.zeros(round_up(len(wanted), self._quantum), np.int64)
-        kept[: len(wanted)] = wanted
-        kept_K = torch.from_numpy(kept) if prefill.spans else None
+        logit_rows = [*range(decoded), *(span.end - 1 for span in prefill.spans)]
+        padded_rows = np.zeros(round_up(len(logit_rows), self._quantum), np.int64)
+        padded_rows[: len(logit_rows)] = logit_rows
+        rows_K = torch.from_numpy(padded_rows) if prefill.spans else None
         logits = self._logits(
-            RowsStep(decode, prefill), torch.from_numpy(ids), torch.from_numpy(positions), kept_K
+            RowsStep(decode, prefill), torch.from_numpy(ids), torch.from_numpy(positions), rows_K
         )
-        return logits[: len(wanted)]
+        return logits[: len(logit_rows)]
 
     def _logits(
         self,
@@ -161,22 +161,22 @@ class CpuRunner:
         decoded = len(decode.slots_N)
         if not new:
             return decode.slots_N, logits_KV
-        known: dict[bytes | int, CachedPrompt] = dict(self.prompts.items())
+        prompts: dict[bytes | int, CachedPrompt] = dict(self.prompts.items())
         if prefill.spans:
             keys, values = prefill.finish()
             for i, (key, span) in enumerate(zip(unique, prefill.spans, strict=True)):
                 first, end = span.start - decoded, span.end - decoded
-                known[key] = CachedPrompt(
+                prompts[key] = CachedPrompt(
                     keys[:, first:end], values[:, first:end], logits_KV[decoded + i]
                 )
         first_logits = []
         for sequence in new:
-            state = known[sequence.prompt_key or id(sequence)]
+            state = prompts[sequence.prompt_key or id(sequence)]
             self._kv.add(sequence.slot, state.keys, state.values)
             first_logits.append(state.logits_V)
         self.prompts = {
             key: state
-            for key, state in known.items()
+            for key, state in prompts.items()
             if isinstance(key, bytes) and key in keep_prompts
         }
         slots_N = np.concatenate([decode.slots_N, [sequence.slot for sequence in new]])

@@ -81,11 +81,11 @@ class _BucketRows:
         self.bucket, self.first, self.end, self._position = bucket, first, first + rows, position
         self.length = min(round_up(int(position.max()) + 1, QUANTUM), bucket.capacity)
         self.target = torch.from_numpy(np.arange(rows) * bucket.capacity + position)
-        both = bucket.keys, bucket.values
+        cache = bucket.keys, bucket.values
         # per layer: all places of the bucket, and [rows, kv heads, length, size] of these rows
-        self.stored = list(zip(*(one.flatten(1, 2).unbind() for one in both), strict=True))
-        seen = (one[:, :rows, : self.length].transpose(2, 3).unbind() for one in both)
-        self.seen = list(zip(*seen, strict=True))
+        self.stored = list(zip(*(tensor.flatten(1, 2).unbind() for tensor in cache), strict=True))
+        visible = (tensor[:, :rows, : self.length].transpose(2, 3).unbind() for tensor in cache)
+        self.seen = list(zip(*visible, strict=True))
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def mask(self, window: int | None) -> torch.Tensor:
@@ -166,9 +166,9 @@ def _attend_partial(span: Span, rows: slice, call: AttentionCall, output_NHD: to
 
     def stored(new: torch.Tensor) -> torch.Tensor:
         """[rows, kv heads, padded length, size] without a copy per row."""
-        own = new[0, :, span.start : span.end].transpose(0, 1)
-        padded = own.new_zeros(padded_length, *own.shape[1:])
-        padded[: span.length] = own
+        sequence = new[0, :, span.start : span.end].transpose(0, 1)
+        padded = sequence.new_zeros(padded_length, *sequence.shape[1:])
+        padded[: span.length] = sequence
         return padded.transpose(0, 1).expand(rows.stop - rows.start, -1, -1, -1)
 
     position = torch.arange(span.prompt_length, span.length)

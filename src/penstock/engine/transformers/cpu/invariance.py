@@ -66,9 +66,9 @@ def _linear_is_invariant(
     inputs: int, outputs: int, dtype: torch.dtype, quantum: int, kind: type[PlainLinear]
 ) -> bool:
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(min(outputs, _DRAWN_OUTPUTS), inputs, generator=generator).to(dtype)
+    sample = torch.randn(min(outputs, _DRAWN_OUTPUTS), inputs, generator=generator).to(dtype)
     probed = min(outputs, _MOST_OUTPUTS)
-    weight = drawn.repeat(-(-probed // len(drawn)), 1)[:probed].contiguous()
+    weight = sample.repeat(-(-probed // len(sample)), 1)[:probed].contiguous()
     rows = torch.randn(_MOST_ROWS, inputs, generator=generator).to(dtype)
     linear = kind(weight, None)
     whole = linear(rows)

@@ -124,7 +124,7 @@ class _Layer:
         turn: tuple[torch.Tensor, torch.Tensor],
         kept_K: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store and attend for all rows; return the output of the kept rows; None: of all."""
+        """The output of the kept rows, or of all rows if `kept_K` is None. All rows are stored."""
         product_RN = self._heads(self._norms[0](x_RD))
         rows, turned = len(x_RD), self._query_width + self._key_width
         both_RHS = product_RN[:, :turned].view(rows, -1, self._size)
@@ -150,26 +150,26 @@ def make_row_model(model: Any, fused: list[FusedLinear]) -> RowModel | None:
     """The forward pass of a model of the usual form that computes what the model does, else None."""
     if type(model).__name__ not in _KNOWN:
         return None
-    by_part = {one.first: one for one in fused}
+    by_part = {linear.first: linear for linear in fused}
     for layer in model.base_model.layers:
         if layer.self_attn.q_proj not in by_part or layer.mlp.gate_proj not in by_part:
             return None
         if not is_silu(layer.mlp.act_fn):
             return None
-    made = RowModel(model, by_part)
-    return made if _computes_the_same(made, model) else None
+    row_model = RowModel(model, by_part)
+    return row_model if _computes_the_same(row_model, model) else None
 
 
-def _computes_the_same(made: RowModel, model: Any) -> bool:
-    ids_R = torch.arange(1, 9) % len(made._embedding)
+def _computes_the_same(row_model: RowModel, model: Any) -> bool:
+    ids_R = torch.arange(1, 9) % len(row_model._embedding)
     position_R = torch.arange(8)
     with torch.no_grad():
         with running(OneSequence()):
-            wanted = model(
+            expected = model(
                 input_ids=ids_R[None],
                 position_ids=position_R[None],
                 past_key_values=StepCache(),
                 use_cache=True,
             ).logits[0]
-        got = made(OneSequence(), ids_R, position_R)
-    return float((got - wanted).abs().max()) <= _TOLERANCE * max(1.0, float(wanted.std()))
+        actual = row_model(OneSequence(), ids_R, position_R)
+    return float((actual - expected).abs().max()) <= _TOLERANCE * max(1.0, float(expected.std()))

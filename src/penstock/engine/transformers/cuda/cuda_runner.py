@@ -56,7 +56,7 @@ _STOPS = 8  # stop tokens of a request that the device bans until min_tokens; th
 
 
 @dataclass(slots=True, frozen=True)
-class Sampled:
+class SampledTokens:
     """What a decode step returns, on the device."""
 
     token_B: torch.Tensor
@@ -162,7 +162,7 @@ class CudaRunner:
         self._state = DeviceState(self._slots, stops, self._device)
         self._state.start[-1] = self._tokens - 1  # padding rows write to the pool's last token
         self._pool = KVPool.allocate(self._shape, self._tokens, self._device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Sampled]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, SampledTokens]] = {}
         self._decode_model = None
         if self._fused and _fixed_rope(self.model):
             from penstock.engine.transformers.cuda.decode_model import make_decode_model
@@ -252,16 +252,16 @@ class CudaRunner:
 
     def _prefill(self, new: list[Sequence], keep_prompts: set[bytes]) -> None:
         unique: dict[bytes | int, list[Sequence]] = {}
-        kept_logits: dict[int, torch.Tensor] = {}
+        cached_logits: dict[int, torch.Tensor] = {}
         for sequence in new:
-            kept = self.prompts.get(sequence.prompt_key)
-            if kept is None:
+            cached = self.prompts.get(sequence.prompt_key)
+            if cached is None:
                 unique.setdefault(sequence.prompt_key or id(sequence), []).append(sequence)
             else:
-                start, length = self._region[sequence.slot][0], kept.keys.shape[1]
-                self._pool.keys[:, start : start + length] = kept.keys
-                self._pool.values[:, start : start + length] = kept.values
-                kept_logits[sequence.slot] = kept.logits_V
+                start, length = self._region[sequence.slot][0], cached.keys.shape[1]
+                self._pool.keys[:, start : start + length] = cached.keys
+                self._pool.values[:, start : start + length] = cached.values
+                cached_logits[sequence.slot] = cached.logits_V
         groups = list(unique.values())
         logits_UV = self._prefill_rows(groups) if groups else None
         order, source, logits = [], [], []
@@ -270,9 +270,9 @@ class CudaRunner:
             source += [i] * len(group)
         if logits_UV is not None:
             logits.append(logits_UV[self._on_device(np.array(source))])
-        if kept_logits:
-            order += list(kept_logits)
-            logits.append(torch.stack(list(kept_logits.values())))
+        if cached_logits:
+            order += list(cached_logits)
+            logits.append(torch.stack(list(cached_logits.values())))
         self._keep(groups, logits_UV, keep_prompts)
         self._set_state(order)
         slots_N = np.array(order, np.int64)
@@ -354,7 +354,7 @@ class CudaRunner:
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array, self._device)
 
-    def _decode_step(self, size: int) -> Sampled:
+    def _decode_step(self, size: int) -> SampledTokens:
         """Decode one token for the first `size` rows; a graph captures this."""
         state = self._state
         slot_B = state.rows[:size]
@@ -366,12 +366,12 @@ class CudaRunner:
             logits_BV = self._model_logits(state.token[slot_B], position_B, 0)
         return self._sample(logits_BV, slot_B, 1)
 
-    def _sample(self, logits_BV: torch.Tensor, slot_B: torch.Tensor, by: int) -> Sampled:
+    def _sample(self, logits_BV: torch.Tensor, slot_B: torch.Tensor, by: int) -> SampledTokens:
         """Sample a token for each row; `by` is 0 for a request's first one."""
         key_B, index_B, temperature_B = next_rows(logits_BV, slot_B, self._state, by)
         token_B, logprob_B = sample_rows(logits_BV, key_B, index_B, temperature_B)
         self._state.token.index_copy_(0, slot_B, token_B)
-        return Sampled(token_B, logprob_B, logits_BV)
+        return SampledTokens(token_B, logprob_B, logits_BV)
 
     def _model_logits(
         self, ids_R: torch.Tensor, position_R: torch.Tensor, keep: int | torch.Tensor
@@ -399,8 +399,8 @@ class CudaRunner:
             self._graphs[size] = (graph, sampled)
         self._graphs = dict(sorted(self._graphs.items()))
 
-    def _launch(self, sampled: Sampled, slots_N: np.ndarray) -> None:
-        """Sample again on the host's terms where the kernel cannot; send the tokens to the host."""
+    def _launch(self, sampled: SampledTokens, slots_N: np.ndarray) -> None:
+        """Sample the rows that the kernel cannot sample, then send all tokens to the host."""
         token_N, logprob_N = sampled.token_B[: len(slots_N)], sampled.logprob_B[: len(slots_N)]
         special = self._special_rows(slots_N)
         if len(special):

@@ -32,7 +32,7 @@ Linear = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LayerParts:
-    """What a step needs of a layer, read from its modules once: a prefill waits for the host, whose time that takes.
+    """What a step needs of a layer. Its modules are read once, because a prefill waits while the host reads them.
 
     Valid until the weights move to other memory.
     """
@@ -87,9 +87,9 @@ def _has_usual_form(layer: Any) -> bool:
     if type(layer).__name__ not in _KNOWN:
         return False
     gates = _joined(layer.mlp.gate_proj, layer.mlp.up_proj)
-    own = _joined(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+    projections = _joined(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    if own is None or gates is None or any(epsilon(norm) is None for norm in norms):
+    if projections is None or gates is None or any(epsilon(norm) is None for norm in norms):
         return False
     return gates[1] is None and is_silu(layer.mlp.act_fn)
 
@@ -97,13 +97,13 @@ def _has_usual_form(layer: Any) -> bool:
 def _joined(*parts: Any) -> Linear | None:
     """The weight and bias that `fuse_projections` gave these layers, else None."""
     weight, bias = parts[0].weight, parts[0].bias
-    rows, wanted = 0, (weight.data_ptr(), 0 if bias is None else bias.data_ptr())
+    rows, expected = 0, (weight.data_ptr(), 0 if bias is None else bias.data_ptr())
     for part in parts:
         place = (part.weight.data_ptr(), 0 if part.bias is None else part.bias.data_ptr())
-        if place != wanted:
+        if place != expected:
             return None
         rows += len(part.weight)
-        wanted = (
+        expected = (
             place[0] + part.weight.numel() * weight.element_size(),
             0 if part.bias is None else place[1] + part.bias.numel() * part.bias.element_size(),
         )
@@ -190,14 +190,14 @@ def _add_product(
 
 
 def _computes_the_same(layer: Any, rotary: Any, shape: KVShape) -> bool:
-    """Compare two steps, the second with a token before it, with the layer's own: of few rows and of many.
+    """Whether two decode steps give what the layer's own code gives, for few rows and for many.
 
-    The inputs are small, so that what the layer adds to them counts.
+    The second step has a token before it. The inputs are small, so that what the layer adds to them counts.
     """
     weight = layer.self_attn.q_proj.weight
     device, width = weight.device, weight.shape[1]
 
-    def steps(rows: int, *, own: bool) -> list[torch.Tensor]:
+    def steps(rows: int, *, fused: bool) -> list[torch.Tensor]:
         pool, outputs = KVPool.allocate(shape, 2 * rows, device), []
         inputs = torch.linspace(-9, 9, 2 * rows * width, device=device).sin() / 256
         for position, x_BD in enumerate(inputs.to(weight.dtype).view(2, rows, width)):
@@ -205,14 +205,14 @@ def _computes_the_same(layer: Any, rotary: Any, shape: KVShape) -> bool:
             turn = rotary(x_BD[None], position_B[None])
             step = DecodeStep.at(pool, 2 * torch.arange(rows, device=device), position_B)
             with running(step):
-                if own:
-                    made = layer(
+                if not fused:
+                    output = layer(
                         x_BD[None],
                         position_embeddings=turn,
                         past_key_values=StepCache(),
                         use_cache=True,
                     )
-                    outputs.append((made[0] if isinstance(made, tuple) else made)[0])
+                    outputs.append((output[0] if isinstance(output, tuple) else output)[0])
                 else:
                     parts = LayerParts.of(layer)
                     outputs.append(decode(parts, step, x_BD, (turn[0][0], turn[1][0])))
@@ -223,6 +223,6 @@ def _computes_the_same(layer: Any, rotary: Any, shape: KVShape) -> bool:
     if tuple(turn[0].shape) != (1, 3, shape.key_size):
         return False  # positions turn a part of each head
     return all(
-        all(map(is_close, steps(rows, own=False), steps(rows, own=True)))
+        all(map(is_close, steps(rows, fused=True), steps(rows, fused=False)))
         for rows in (3, row_tiles.MOST_ROWS + 1)
     )

@@ -71,14 +71,14 @@ class DecodeModel:
 
 
 def make_decode_model(model: Any, shape: KVShape, fused: int, positions: int) -> DecodeModel | None:
-    """The decode step of a model of which `fused` layers decode on their own; None: of another form."""
+    """The decode step of a model, if all its layers decode by kernels (`fused` of them do); else None."""
     if type(model).__name__ not in _KNOWN or fused != len(model.base_model.layers):
         return None
     if model.lm_head.bias is not None:
         return None
     with torch.no_grad(), _cut_to_one_layer(model.base_model):
-        made = DecodeModel(model, positions)
-        same = _decodes_the_same(made, model, shape) and _prefills_the_same(made, model, shape)
+        probe = DecodeModel(model, positions)
+        same = _decodes_the_same(probe, model, shape) and _prefills_the_same(probe, model, shape)
     return DecodeModel(model, positions) if same else None
 
 
@@ -96,39 +96,39 @@ def _cut_to_one_layer(base: Any) -> Iterator[None]:
         base.layers = layers
 
 
-def _decodes_the_same(made: DecodeModel, model: Any, shape: KVShape) -> bool:
-    device, rows = made.device, 3
+def _decodes_the_same(decode_model: DecodeModel, model: Any, shape: KVShape) -> bool:
+    device, rows = decode_model.device, 3
     slot_B = torch.arange(rows, device=device)
     state = SimpleNamespace(token=slot_B + 1, position=slot_B % 2, start=2 * slot_B)
-    got = made.logits(state, KVPool.allocate(shape, 2 * rows, device), slot_B)
+    actual = decode_model.logits(state, KVPool.allocate(shape, 2 * rows, device), slot_B)
     pool = KVPool.allocate(shape, 2 * rows, device)
     step = DecodeStep.at(pool, state.start, state.position)
-    return is_close(got, _own_logits(model, step, state.token, state.position))
+    return is_close(actual, _own_logits(model, step, state.token, state.position))
 
 
-def _prefills_the_same(made: DecodeModel, model: Any, shape: KVShape) -> bool:
+def _prefills_the_same(decode_model: DecodeModel, model: Any, shape: KVShape) -> bool:
     """Compare two prompts, of three and of two tokens; the second has two regions."""
-    device = made.device
+    device = decode_model.device
     spans = [Span(0, 3, 3), Span(3, 2, 2)]
     source, target = np.array([0, 1, 2, 3, 4, 3, 4]), np.arange(7)
     position_R = torch.tensor([0, 1, 2, 0, 1], device=device)
     rows_R = torch.arange(5, device=device)
     pools = [KVPool.allocate(shape, 7, device) for _ in range(2)]
     steps = [PrefillStep(pool, spans, source, target) for pool in pools]
-    got = made.prefill(steps[0], rows_R + 1, position_R, rows_R)
-    wanted = _own_logits(model, steps[1], rows_R + 1, position_R)
-    return is_close(got, wanted) and is_close(pools[0].keys, pools[1].keys)
+    actual = decode_model.prefill(steps[0], rows_R + 1, position_R, rows_R)
+    expected = _own_logits(model, steps[1], rows_R + 1, position_R)
+    return is_close(actual, expected) and is_close(pools[0].keys, pools[1].keys)
 
 
 def _own_logits(
     model: Any, step: DecodeStep | PrefillStep, ids_R: torch.Tensor, position_R: torch.Tensor
 ) -> torch.Tensor:
     with running(step):
-        made = model(
+        output = model(
             input_ids=ids_R[None],
             position_ids=position_R[None],
             past_key_values=StepCache(),
             use_cache=True,
         )
-    logits: torch.Tensor = made.logits[0]
+    logits: torch.Tensor = output.logits[0]
     return logits
