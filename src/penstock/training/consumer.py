@@ -231,9 +231,9 @@ class Consumer:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of the policy as engines load it; all ranks must iterate."""
-        for named in self.policy.published_weights(self.engine_dtype):
+        for weight in self.policy.published_weights(self.engine_dtype):
             self.work_done += 1
-            yield named
+            yield weight
 
     def digest(self) -> str:
         """The digest of `weights()`."""
@@ -457,7 +457,7 @@ class Consumer:
         backward = self.loss_scale.backward
         counted = self._counted(sampling)
         run_passes(self.policy, packs, counted, finish, backward=backward, check=check)
-        return self.ranks.sum_of(sum(float(one.wait()) for one in losses))
+        return self.ranks.sum_of(sum(float(loss.wait()) for loss in losses))
 
     def _counted(self, sampling: Sampling) -> Sampling:
         """Count a pack as work when its forward pass begins."""
@@ -469,7 +469,7 @@ class Consumer:
         return counted
 
     def _apply_update(self, rate: float, loss: UpdateLoss) -> Outcome:
-        """Make one optimizer step; return what gives (gradient norm, whether loss and norm are finite).
+        """Make one optimizer step; return a function that gives (norm, whether loss and norm are finite).
 
         An update that is not finite changes no weight and is counted.
         """

@@ -28,7 +28,7 @@ _CHUNK = 2**24  # elements at a time, which bounds temporary memory
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which part of a tensor is at hand: every n-th row from the first one on, from a column on."""
+    """Which part of a tensor a rank has: every `row_step`-th row from `first_row`, the columns from `first_column`."""
 
     first_row: int = 0
     row_step: int = 1

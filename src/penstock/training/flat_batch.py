@@ -51,7 +51,7 @@ class FlatBatch:
         rollouts = tuple(rollout for group in groups for rollout in group.rollouts)
         group_R = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
         truncated_R = np.array([rollout.finish_reason == "length" for rollout in rollouts], bool)
-        trained = _Trained.of(rollouts, truncated_R if settings.mask_truncated else None)
+        trained = _TrainedTokens.of(rollouts, truncated_R if settings.mask_truncated else None)
         rows = trained.rows()
         predictors = tuple(predictor for parts in rows for _, predictor in parts)
         temperatures_R = np.array([rollout.temperature or 1.0 for rollout in rollouts])
@@ -105,7 +105,7 @@ class FlatBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Trained:
+class _TrainedTokens:
     """Which tokens of the responses, laid end to end, are trained.
 
     A batch has hundreds of rollouts, and the GPU waits for this: few operations, each on all of them.
@@ -118,11 +118,13 @@ class _Trained:
     bounds_R1: np.ndarray
 
     @classmethod
-    def of(cls, rollouts: tuple[Rollout, ...], masked_R: np.ndarray | None) -> _Trained:
+    def of(cls, rollouts: tuple[Rollout, ...], masked_R: np.ndarray | None) -> _TrainedTokens:
         """The places of the loss masks; rollouts in `masked_R` have none."""
         lengths_R = np.array([len(rollout.response_ids) for rollout in rollouts], dtype=np.int64)
         rollout_A = np.repeat(np.arange(len(rollouts)), lengths_R)  # A: all tokens of responses
-        mask_A = np.concatenate([np.zeros(0, bool), *(one.loss_mask for one in rollouts)]) != 0
+        mask_A = (
+            np.concatenate([np.zeros(0, bool), *(rollout.loss_mask for rollout in rollouts)]) != 0
+        )
         if masked_R is not None:
             mask_A &= ~masked_R[rollout_A]
         place_N = np.flatnonzero(mask_A)
@@ -175,16 +177,18 @@ class _Trained:
         """(token ids, predictors) of each row of each rollout."""
         prompts = [len(rollout.prompt_ids) for rollout in self.rollouts]
         predictor_N = self.index_N + (np.array(prompts, dtype=np.int64) - 1)[self.rollout_N]
-        parts = [part for one in self.rollouts for part in (one.prompt_ids, one.response_ids)]
+        parts = [
+            part for rollout in self.rollouts for part in (rollout.prompt_ids, rollout.response_ids)
+        ]
         joined = np.concatenate(parts) if parts else np.zeros(0)
         bounds, start, rows = self.bounds_R1.tolist(), 0, []
         for number, rollout in enumerate(self.rollouts):
-            own = slice(bounds[number], bounds[number + 1])
+            tokens = slice(bounds[number], bounds[number + 1])
             end = start + prompts[number] + len(rollout.response_ids)
             if rollout.rows:
-                rows.append(_rows(rollout, self.index_N[own]))
+                rows.append(_rows(rollout, self.index_N[tokens]))
             else:
-                rows.append([(joined[start:end], predictor_N[own])])
+                rows.append([(joined[start:end], predictor_N[tokens])])
             start = end
         return rows
 

@@ -112,7 +112,7 @@ def _banned_here(
     """The flags of the tokens, and the banned columns of the vocabulary (of this rank's slice)."""
     if banned is None:
         return None
-    columns = tuple(one - first for one in banned[1] if 0 <= one - first < len(weight_VD))
+    columns = tuple(token - first for token in banned[1] if 0 <= token - first < len(weight_VD))
     return banned[0], _on_device(columns, weight_VD.device)
 
 
@@ -147,7 +147,7 @@ class _TokenLogprobs(torch.autograd.Function):
         score_chunk = _chunk_function(hidden_ND, axis)
         if keep and score_chunk is not chunk_logprobs:
             chunk_tokens = max(count, 1)  # in place: one chunk needs no more memory than many
-        kept: list[Tensor] = []
+        gradients: list[Tensor] = []
         for start in range(0, count, chunk_tokens):
             part = slice(start, start + chunk_tokens)
             raw_CV = linear(hidden_ND[part], weight_VD, bias_V)
@@ -162,8 +162,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 axis,
             )
             if gradient_CV is not None:
-                kept.append(gradient_CV)
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, temperatures_N, *kept)
+                gradients.append(gradient_CV)
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, temperatures_N, *gradients)
         ctx.rule, ctx.chunk_tokens, ctx.banned, ctx.axis = rule, chunk_tokens, banned, axis
         ctx.add_to = add_to
         ctx.mark_non_differentiable(entropies_N)
@@ -171,7 +171,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, targets_N, temperatures_N, *kept = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, targets_N, temperatures_N, *gradients = ctx.saved_tensors
         factor_N = grads[0] / temperatures_N * ctx.rule.scale
         grad_hidden_ND = torch.empty_like(hidden_ND)
         grad_weight_VD: Tensor | None = None
@@ -181,8 +181,8 @@ class _TokenLogprobs(torch.autograd.Function):
         for index, start in enumerate(range(0, count, chunk)):
             part = slice(start, start + chunk)
             factor_C1 = factor_N[part, None]
-            if kept:
-                gradient_CV = kept[index]
+            if gradients:
+                gradient_CV = gradients[index]
             else:
                 _, _, gradient_CV = score_chunk(
                     linear(hidden_ND[part], weight_VD, bias_V),

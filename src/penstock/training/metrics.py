@@ -20,7 +20,7 @@ from penstock.training.parallel.ranks import Ranks
 
 
 @dataclass(slots=True, kw_only=True)
-class _Pending:
+class _PendingResult:
     """The result of a pack on its way to the host."""
 
     token_N: np.ndarray
@@ -41,7 +41,7 @@ class TokenStats:
         self.clipped_N = np.full(num_tokens, np.nan)  # of the last pass
         self.kl_N = np.full(num_tokens, np.nan)  # of the last pass
         self.losses: list[float] = []  # one per update, over all ranks
-        self._pending: list[_Pending] = []
+        self._pending: list[_PendingResult] = []
 
     def add(self, result: PackResult, before_update: bool) -> None:
         """Keep the result of a pack; its copy to the host runs beside the work on the next pack."""
@@ -49,7 +49,7 @@ class TokenStats:
         rows += [] if result.kl_N is None else [result.kl_N]
         table_XN = torch.stack([row.to(result.logprob_N.dtype) for row in rows])
         self._pending.append(
-            _Pending(
+            _PendingResult(
                 token_N=result.token_N,
                 before_update=before_update,
                 table_XN=HostCopy(table_XN),
@@ -60,22 +60,22 @@ class TokenStats:
 
     def loss(self) -> float:
         """Wait for the forward passes since `flush`; return the sum of their losses."""
-        return float(sum(float(one.loss.wait()) for one in self._pending))
+        return float(sum(float(result.loss.wait()) for result in self._pending))
 
     def loss_there(self, device: torch.device) -> Tensor:
         """The same as a tensor on the device that computed it, without waiting."""
         zero = torch.zeros((), device=device)
-        return torch.stack([zero, *(one.loss_there for one in self._pending)]).sum()
+        return torch.stack([zero, *(result.loss_there for result in self._pending)]).sum()
 
     def flush(self) -> None:
         """Keep the results since the last call: waits for forward passes, not for backward passes."""
-        for one in self._pending:
-            index = one.token_N
-            logprob, entropy, ratio, clipped, *kl = one.table_XN.wait().numpy()
+        for result in self._pending:
+            index = result.token_N
+            logprob, entropy, ratio, clipped, *kl = result.table_XN.wait().numpy()
             fresh = np.isnan(self.logprob_N[index])
             self.logprob_N[index] = np.where(fresh, logprob, self.logprob_N[index])
             self.entropy_N[index] = np.where(fresh, entropy, self.entropy_N[index])
-            self.before_update_N[index] |= fresh & one.before_update
+            self.before_update_N[index] |= fresh & result.before_update
             self.ratio_N[index] = ratio
             self.clipped_N[index] = clipped
             if kl:
@@ -110,13 +110,13 @@ class MetricSums:
 
     def mean(self, name: str, values: np.ndarray) -> None:
         """Record a mean; NaN marks a token without a forward pass and does not count."""
-        known = values[~np.isnan(values)]
-        self.sums[name] = (float(known.sum()), float(len(known)))
+        numbers = values[~np.isnan(values)]
+        self.sums[name] = (float(numbers.sum()), float(len(numbers)))
 
     def max(self, name: str, values: np.ndarray) -> None:
         """Record a maximum; NaN does not count."""
-        known = values[~np.isnan(values)]
-        self.maxima[name] = float(known.max(initial=-np.inf))
+        numbers = values[~np.isnan(values)]
+        self.maxima[name] = float(numbers.max(initial=-np.inf))
 
     def reduce(self, ranks: Ranks) -> dict[str, float]:
         """The metrics over all ranks, without those of which no rank counted anything."""
@@ -186,8 +186,10 @@ def _add_rollouts(sums: MetricSums, flat: FlatBatch) -> None:
     sums.mean("response_length/mean", lengths_R)
     sums.max("response_length/max", lengths_R)
     sums.mean("truncated/share", flat.truncated_R.astype(np.float64))
-    told = [one for one in flat.rollouts if one.text or len(one.response_ids) <= 1]
-    empty = [not rollout.text.strip() for rollout in told]  # others came without their text
+    with_text = [
+        rollout for rollout in flat.rollouts if rollout.text or len(rollout.response_ids) <= 1
+    ]
+    empty = [not rollout.text.strip() for rollout in with_text]  # others came without their text
     sums.mean("empty/share", np.array(empty, dtype=np.float64))
     equal = [np.ptp(rewards_R[flat.group_R == group]) == 0 for group in range(flat.num_groups)]
     sums.mean("groups/zero_variance", np.array(equal, dtype=np.float64))

@@ -60,8 +60,10 @@ class LayerShape:
         With checkpointing each layer keeps its input, and one layer at a time is computed again.
         """
         one_layer = 12 * self.hidden + 4 * self.intermediate
-        kept = self.layers * self.hidden + one_layer if checkpointing else self.layers * one_layer
-        return kept * self.bytes_per_number
+        numbers = (
+            self.layers * self.hidden + one_layer if checkpointing else self.layers * one_layer
+        )
+        return numbers * self.bytes_per_number
 
 
 def choose_micro_batch_tokens(free: int, trained: int, bytes_per_token: int, useful: int) -> int:

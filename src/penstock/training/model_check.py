@@ -90,7 +90,7 @@ def check_loaded(policy: Policy, path: str, stored: StoredWeights | None, ranks:
 def _streamed_on_first(
     policy: Policy, stored: StoredWeights, ranks: Ranks, call: Callable[[], T]
 ) -> T:
-    """Call a function on the first rank, whose layers have their matrices while they run; tell all ranks."""
+    """Call a function on the first rank, where each layer has its matrices while it runs; send all ranks the result."""
     answer: list[Any] = [None]
     if ranks.is_first:
         try:
@@ -130,7 +130,9 @@ def lay_out(policy: Policy, ranks: Ranks, path: str, stored: StoredWeights | Non
     if stored is not None:
         policy.fill(stored)
     name = f"train.parallel: got {type(policy.model).__name__} ({path!r})"
-    trained = {n: one for n, one in policy.model.named_parameters() if one.requires_grad}
+    trained = {
+        n: parameter for n, parameter in policy.model.named_parameters() if parameter.requires_grad
+    }
     after_N = _policy_logprobs(policy, sequences, backward=bool(trained))
     gap, exact = _difference(policy, after_N, before_N)
     if ranks.max_of(not exact):

@@ -69,7 +69,7 @@ class Masters:
 
     def of_parameters(self) -> dict[int, nn.Parameter]:
         """The master of each rounded parameter, by the parameter's id."""
-        return {id(one): self.parameters[name] for name, one in self.rounded.items()}
+        return {id(parameter): self.parameters[name] for name, parameter in self.rounded.items()}
 
     def dither(self, seed: int) -> None:
         """Move the masters off the grid of the format that computes; the model does not change."""
@@ -164,9 +164,11 @@ def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
     if config.schedule == "constant":
         return config.lr
     span = max(total_steps - config.warmup_steps, 1)
-    done = min((step - config.warmup_steps - 1) / span, 1.0)
-    left = 1.0 - done if config.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
+    progress = min((step - config.warmup_steps - 1) / span, 1.0)
+    factor = (
+        1.0 - progress if config.schedule == "linear" else (1.0 + math.cos(math.pi * progress)) / 2
+    )
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * factor)
 
 
 def make_optimizer(
@@ -197,7 +199,7 @@ def clip_gradients(
         return 0.0
     value = float(norm)
     if math.isfinite(value) and value > _NEAR * max_norm:  # else the factor is 1
-        listed = [one for one in parameters.values() if one.grad is not None]
+        listed = [parameter for parameter in parameters.values() if parameter.grad is not None]
         nn.utils.clip_grads_with_norm_(listed, max_norm, norm)
     return value
 
@@ -215,7 +217,7 @@ class UpdateStep:
             self._fused.warm_up()
 
     def apply(self, rate: float, loss: UpdateLoss) -> Outcome:
-        """Make one step; return what tells how it went, when a GPU has come so far."""
+        """Make one step; return a function that waits for the device and gives the outcome."""
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         table = None if self._fused is None else self._fused.table()
@@ -236,12 +238,12 @@ class UpdateStep:
         assert self._fused is not None
         norm = self._masters.sharding.gradient_norm(self._masters.parameters)
         assert norm is not None
-        there = loss.there(norm.device)
-        self._fused.launch(table, norm, there, self._max_norm)
-        known = HostCopy(torch.stack([norm, there.to(norm.dtype)]))
+        loss_there = loss.there(norm.device)
+        self._fused.launch(table, norm, loss_there, self._max_norm)
+        copy = HostCopy(torch.stack([norm, loss_there.to(norm.dtype)]))
 
         def outcome() -> tuple[float, bool]:
-            values = known.wait()
+            values = copy.wait()
             return float(values[0]), bool(values.isfinite().all())
 
         return outcome

@@ -123,12 +123,12 @@ def make_packs(
 def empty_pack(device: torch.device) -> Pack:
     """A pack of one token that trains nothing, for ranks with fewer packs than others."""
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    one = torch.zeros(1, dtype=torch.int64, device=device)
+    zero_T = torch.zeros(1, dtype=torch.int64, device=device)
     bounds_S1 = torch.tensor([0, 1], dtype=torch.int32, device=device)
     return Pack(
         num_sequences=0,
-        input_ids_T=one,
-        position_ids_T=one,
+        input_ids_T=zero_T,
+        position_ids_T=zero_T,
         layout=PackLayout(blocks=(Block(1, 1),), bounds_S1=bounds_S1, longest=1),
         predictor_N=nothing,
         target_N=nothing,
@@ -228,10 +228,10 @@ def _lay_out(
         for number in rows:
             first = 0 if context is None else shared
             end = None if len(ordered) == 1 else int(predictors[number][-1]) + 1
-            own = _Segment(token_ids[number][first:end], context)
-            if len(own.ids):  # else only the context's last token predicts
-                segments.append(own)
-            ends[number] = own
+            segment = _Segment(token_ids[number][first:end], context)
+            if len(segment.ids):  # else only the context's last token predicts
+                segments.append(segment)
+            ends[number] = segment
     segments.sort(key=lambda segment: (segment.prefix, len(segment.ids)))
     start = 0
     for segment in segments:
@@ -242,10 +242,10 @@ def _lay_out(
 
 def _places(predictors: np.ndarray, end: _Segment) -> np.ndarray:
     """Where in the pack the predictors of a row lie; the first may be in its context."""
-    own = predictors + end.start - end.prefix
+    places = predictors + end.start - end.prefix
     if end.context is None:
-        return own
-    return np.where(predictors < end.prefix, predictors + end.context.start, own)
+        return places
+    return np.where(predictors < end.prefix, predictors + end.context.start, places)
 
 
 def _layout_arrays(segments: Sequence[_Segment]) -> list[np.ndarray]:

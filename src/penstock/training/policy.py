@@ -120,7 +120,9 @@ class Policy(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(one.device for one in self.model.parameters() if not one.is_meta)
+        return next(
+            parameter.device for parameter in self.model.parameters() if not parameter.is_meta
+        )
 
     def forward(
         self,
@@ -156,9 +158,9 @@ class Policy(nn.Module):
     ) -> Any:
         packing: dict[str, Any] = {}
         if self.packs:
-            used = self.model.config._attn_implementation
-            assert used == packed_attention.ATTENTION_NAME, (
-                f"another model set {used} in the config"
+            attention = self.model.config._attn_implementation
+            assert attention == packed_attention.ATTENTION_NAME, (
+                f"another model set {attention} in the config"
             )
             packing = {"position_ids": pack.position_ids_T[None], "pack_layout": pack.layout}
         else:
@@ -256,7 +258,9 @@ class Policy(nn.Module):
         if ranks.pipeline.size > 1:
             check_stages(self.model.config, ranks.pipeline.size, path)
             shape = self.sharding.whole_shape
-            shapes = {name: shape(name, one) for name, one in self.model.named_parameters()}
+            shapes = {
+                name: shape(name, parameter) for name, parameter in self.model.named_parameters()
+            }
             self.sharding.stages = take_stage(self.model, self.body, ranks, shapes)
 
     def split(self, dtype: torch.dtype) -> None:
@@ -273,7 +277,7 @@ class Policy(nn.Module):
                     name, parameter, stored, self.device
                 )
         tied = self.model.state_dict(keep_vars=True).items()  # under each of its names
-        state = {name: filled[id(one)] for name, one in tied if id(one) in filled}
+        state = {name: filled[id(tensor)] for name, tensor in tied if id(tensor) in filled}
         self.model.load_state_dict(state, strict=False, assign=True)
         stored.close()
 
@@ -324,16 +328,16 @@ class Policy(nn.Module):
         With a sharded model every rank must iterate, because each tensor is gathered.
         """
         stages = self.sharding.stages
-        own = {n: p for n, p in self.model.named_parameters() if not stages.is_copy(n)}
-        adapted = self.adapted_layers() if any(".lora_" in name for name in own) else {}
-        for name in stages.owners or own:
+        parameters = {n: p for n, p in self.model.named_parameters() if not stages.is_copy(n)}
+        adapted = self.adapted_layers() if any(".lora_" in name for name in parameters) else {}
+        for name in stages.owners or parameters:
             if ".lora_" in name:
                 continue
-            own_format, published = format_of(self.model, name, dtype), None
-            if name in own:
-                published = self._published(name, own[name], adapted.get(name), own_format)
+            format_, published = format_of(self.model, name, dtype), None
+            if name in parameters:
+                published = self._published(name, parameters[name], adapted.get(name), format_)
             if stages.owners:
-                published = stages.hand_out(name, published, own_format, self.device)
+                published = stages.hand_out(name, published, format_, self.device)
             assert published is not None
             yield name.replace(".base_layer.", "."), published
 
@@ -501,7 +505,7 @@ def _draw_in_float32(model: Any) -> None:
             module.reset_lora_parameters(ADAPTER, True)
 
 
-def _adapted_names(model: Any, wanted: list[str]) -> list[str]:
+def _adapted_names(model: Any, targets: list[str]) -> list[str]:
     """The full names of the linear layers that get adapters; refuse every other module.
 
     The head is refused because the trainer reads its weight and would pass its adapter by; an
@@ -515,12 +519,12 @@ def _adapted_names(model: Any, wanted: list[str]) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head
     ]
-    names = {target: [n for n in linear if f".{n}".endswith(f".{target}")] for target in wanted}
-    unknown = [target for target, found in names.items() if not found]
+    names = {target: [n for n in linear if f".{n}".endswith(f".{target}")] for target in targets}
+    unknown = [target for target, layers in names.items() if not layers]
     if unknown or not linear:
         allowed = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
         raise UserError(
-            f"model.lora.target_modules: got {unknown or wanted}, allowed: linear layers of "
+            f"model.lora.target_modules: got {unknown or targets}, allowed: linear layers of "
             f"{type(model).__name__} other than its head ({allowed})"
         )
-    return sorted({name for found in names.values() for name in found}) or linear
+    return sorted({name for layers in names.values() for name in layers}) or linear

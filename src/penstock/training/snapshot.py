@@ -215,22 +215,24 @@ def _owner(name: str) -> str:
     return name.partition("/")[2]
 
 
-def _fill(own: Tensors, saved: Iterable[Pieces], sharding: Sharding, folder: Path) -> None:
+def _fill(tensors: Tensors, saved: Iterable[Pieces], sharding: Sharding, folder: Path) -> None:
     """Copy the part that this rank holds out of the pieces that ranks of any layout saved.
 
     Moments that were not saved become zero: there had been no update.
     """
     pieces: dict[str, list[Piece]] = {}
-    for one in saved:
-        for name, piece in one.items():
+    for rank_pieces in saved:
+        for name, piece in rank_pieces.items():
             pieces.setdefault(name, []).append(piece)
-    missing = [name for name in own if name.startswith(_MASTER) and name not in pieces]
-    others = {name for name in pieces.keys() - own.keys() if _owner(name) in sharding.stages.owners}
-    differing = sorted([*missing, *(pieces.keys() - own.keys() - others)])
+    missing = [name for name in tensors if name.startswith(_MASTER) and name not in pieces]
+    others = {
+        name for name in pieces.keys() - tensors.keys() if _owner(name) in sharding.stages.owners
+    }
+    differing = sorted([*missing, *(pieces.keys() - tensors.keys() - others)])
     if differing:
         raise RunError(f"checkpoint {folder}: its weights are not the model's: {differing[:3]}")
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in tensors.items():
             part = sharding.part(_owner(name), tensor)
             if name not in pieces:
                 part.values.zero_()
@@ -258,7 +260,7 @@ def _copy_values(target: Part, pieces: Iterable[Piece]) -> int:
 
 
 def _common(first: int, size: int, other: int, other_size: int) -> tuple[slice, slice]:
-    """The overlap of two ranges, counted from the begin of the one and of the other."""
+    """The overlap of two ranges, as a slice of each."""
     begin, end = max(first, other), min(first + size, other + other_size)
     end = max(begin, end)
     return slice(begin - first, end - first), slice(begin - other, end - other)

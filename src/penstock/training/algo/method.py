@@ -208,8 +208,8 @@ def run_settings(config: Config) -> AlgorithmSettings:
     Only Penstock's own engine computes as the trainer does, and only while every token may be sampled.
     """
     cuts = any(config.task_sampling(task).cuts_tokens for task in config.tasks)
-    own = all(engine.name == "transformers" for engine in config.engine_kinds())
-    exact = own and not cuts
+    all_transformers = all(engine.name == "transformers" for engine in config.engine_kinds())
+    exact = all_transformers and not cuts
     return resolve_settings(config.algorithm, exact_sampling=exact)
 
 

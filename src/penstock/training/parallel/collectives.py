@@ -18,33 +18,37 @@ from penstock.training.parallel.ranks import Axis
 
 
 def use_equal(tensor: Tensor, axis: Axis) -> Tensor:
-    """An equal tensor as it is; sum its gradient, of which each rank has a part."""
-    return _through(tensor, lambda whole: whole.view_as(whole), lambda grad: all_sum(grad, axis))
+    """A tensor that is equal on all ranks, unchanged; its gradient is summed over the ranks' parts."""
+    return _custom_gradient(
+        tensor, lambda whole: whole.view_as(whole), lambda grad: all_sum(grad, axis)
+    )
 
 
 def sum_partial(tensor: Tensor, axis: Axis) -> Tensor:
     """The sum of a partial tensor, equal on every rank; its gradient is equal too."""
-    return _through(tensor, lambda part: all_sum(part, axis), lambda grad: grad)
+    return _custom_gradient(tensor, lambda part: all_sum(part, axis), lambda grad: grad)
 
 
 def gather_split(tensor: Tensor, axis: Axis) -> Tensor:
     """The whole of a tensor that is split along its last dimension."""
-    return _through(tensor, lambda own: _whole(own, axis, -1), lambda grad: _own(grad, axis, -1))
+    return _custom_gradient(
+        tensor, lambda part: _joined(part, axis, -1), lambda grad: _part_of(grad, axis, -1)
+    )
 
 
 def split_equal(tensor: Tensor, axis: Axis) -> Tensor:
     """This rank's slice of an equal tensor, along its last dimension."""
-    return _through(
-        tensor, lambda whole: _own(whole, axis, -1), lambda grad: _whole(grad, axis, -1)
+    return _custom_gradient(
+        tensor, lambda whole: _part_of(whole, axis, -1), lambda grad: _joined(grad, axis, -1)
     )
 
 
 def gather_tokens(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """The slices of all ranks along `dim`; each rank then has a part of the gradient."""
-    return _through(
+    return _custom_gradient(
         tensor,
-        lambda own: _whole(own, axis, dim),
-        lambda grad: _own(all_sum(grad, axis), axis, dim),
+        lambda part: _joined(part, axis, dim),
+        lambda grad: _part_of(all_sum(grad, axis), axis, dim),
     )
 
 
@@ -67,36 +71,36 @@ def all_max(tensor: Tensor, axis: Axis) -> Tensor:
 def all_gather(tensor: Tensor, axis: Axis, dim: int, total: int) -> Tensor:
     """The slices of all ranks, joined along `dim` to `total`; the last ones may be shorter."""
     size = -(-total // axis.size)
-    own = tensor.contiguous()
-    if own.shape[dim] < size:
-        shape = list(own.shape)
-        shape[dim] = size - own.shape[dim]
-        own = torch.cat([own, own.new_zeros(shape)], dim)
-    parts = [torch.empty_like(own) for _ in range(axis.size)]
-    dist.all_gather(parts, own, group=axis.group)
+    part = tensor.contiguous()
+    if part.shape[dim] < size:
+        shape = list(part.shape)
+        shape[dim] = size - part.shape[dim]
+        part = torch.cat([part, part.new_zeros(shape)], dim)
+    parts = [torch.empty_like(part) for _ in range(axis.size)]
+    dist.all_gather(parts, part, group=axis.group)
     return torch.cat(parts, dim).narrow(dim, 0, total)
 
 
-def _whole(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+def _joined(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Join slices of one size."""
     return all_gather(tensor, axis, dim % tensor.ndim, tensor.shape[dim] * axis.size)
 
 
-def _own(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+def _part_of(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Cut this rank's slice out of a tensor."""
     size = tensor.shape[dim] // axis.size
     return tensor.narrow(dim, axis.index * size, size).contiguous()
 
 
-def _through(
+def _custom_gradient(
     tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    result: Tensor = _Through.apply(tensor, forward, backward)
+    result: Tensor = _CustomGradient.apply(tensor, forward, backward)
     return result
 
 
-class _Through(torch.autograd.Function):
-    """Leads a tensor through one function, and its gradient through another."""
+class _CustomGradient(torch.autograd.Function):
+    """Applies one function to a tensor, and another to its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, forward: Any, backward: Any) -> Tensor:

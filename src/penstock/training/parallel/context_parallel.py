@@ -39,12 +39,12 @@ class SharedPack:
 
 
 def share_pack(pack: Pack, axis: Axis) -> SharedPack:
-    """Give each rank as many consecutive tokens; a sequence of padding fills the last rank's up."""
+    """Give each rank the same number of consecutive tokens; padding fills up those of the last rank."""
     total = len(pack.input_ids_T)
     each = -(-total // axis.size)
     missing = each * axis.size - total
     first = axis.index * each
-    ids_T, positions_T = (pad(one, (0, missing)) for one in (pack.input_ids_T, pack.position_ids_T))
+    ids_T, positions_T = (pad(ids, (0, missing)) for ids in (pack.input_ids_T, pack.position_ids_T))
     own_N = (pack.predictor_N >= first) & (pack.predictor_N < first + each)
     layout = replace(
         slice_layout(pack.layout, first, first + each, missing),
@@ -82,25 +82,25 @@ def slice_layout(layout: PackLayout, first: int, last: int, missing: int = 0) ->
         cumulative = np.cumsum([0, *lengths]).astype(np.int32)
         return torch.from_numpy(cumulative).to(layout.bounds_S1.device)
 
-    lengths, seen = [block.length for block in blocks], [len(index) for index in keys]
+    lengths, key_counts = [block.length for block in blocks], [len(index) for index in keys]
     index_K = torch.from_numpy(np.concatenate(keys)).to(layout.bounds_S1.device)
     return PackLayout(
         blocks=tuple(blocks),
         bounds_S1=bounds(lengths),
         longest=max(lengths),
-        shared=SharedKeys(index_K=index_K, bounds_S1=bounds(seen), longest=max(seen)),
+        shared=SharedKeys(index_K=index_K, bounds_S1=bounds(key_counts), longest=max(key_counts)),
     )
 
 
 def _segments(layout: PackLayout, missing: int) -> Iterator[tuple[int, int, np.ndarray]]:
     """Yield (first token, tokens of the context, places of all keys) of each sequence of a row."""
-    start = used = 0
+    start = first_key = 0
     index_K = None if layout.shared is None else layout.shared.index_K.cpu().numpy()
     for block in (*layout.blocks, *([Block(1, missing)] if missing else [])):
         for _ in range(block.count):
-            seen = block.prefix + block.length
-            if index_K is None or used + seen > len(index_K):
+            num_keys = block.prefix + block.length
+            if index_K is None or first_key + num_keys > len(index_K):
                 yield start, 0, np.arange(start, start + block.length)
             else:
-                yield start, block.prefix, index_K[used : used + seen]
-            start, used = start + block.length, used + seen
+                yield start, block.prefix, index_K[first_key : first_key + num_keys]
+            start, first_key = start + block.length, first_key + num_keys

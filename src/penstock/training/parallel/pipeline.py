@@ -58,10 +58,10 @@ class Stages:
     ) -> Tensor:
         """Send a whole parameter from its stage to all others; every rank must take part."""
         owner, shape = self.owners[name]
-        sent = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor
-        sent = sent.contiguous()
-        dist.broadcast(sent, group=self.axis.group, group_src=owner)
-        return sent
+        buffer = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor
+        buffer = buffer.contiguous()
+        dist.broadcast(buffer, group=self.axis.group, group_src=owner)
+        return buffer
 
 
 class StageLayout(Protocol):
@@ -114,11 +114,11 @@ def run_passes(
 
 
 @dataclass(slots=True)
-class _Flight:
-    """A pack whose backward pass has not come yet."""
+class _PendingBackward:
+    """A pack that waits for its backward pass."""
 
-    entered: Tensor | None  # what the stage before sent
-    left: Tensor  # what goes to the next stage; on the last one the loss
+    hidden_in: Tensor | None  # what the stage before sent
+    output: Tensor  # what goes to the next stage; on the last one the loss
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class _Schedule:
     sampling: Sampling
     finish: Finish
     backward: Backward | None
-    flights: dict[int, _Flight] = field(default_factory=dict)
+    pending: dict[int, _PendingBackward] = field(default_factory=dict)
     scores: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     sending: list[tuple[Any, Tensor]] = field(default_factory=list)  # alive until they are sent
 
@@ -155,40 +155,40 @@ class _Schedule:
 
     def _forward(self, number: int) -> None:
         pack, stages = self.packs[number], self.policy.sharding.stages
-        entered = None
+        hidden_in = None
         if not self.axis.is_first:
             shape = (1, len(pack.input_ids_T), stages.width)
-            entered = torch.empty(shape, dtype=stages.dtype, device=pack.input_ids_T.device)
-            dist.recv(entered, group=self.axis.group, group_src=self.axis.index - 1)
-            entered.requires_grad_(self.backward is not None)
-        left = self.policy(pack, *self.sampling(pack), hidden=entered)
+            hidden_in = torch.empty(shape, dtype=stages.dtype, device=pack.input_ids_T.device)
+            dist.recv(hidden_in, group=self.axis.group, group_src=self.axis.index - 1)
+            hidden_in.requires_grad_(self.backward is not None)
+        output = self.policy(pack, *self.sampling(pack), hidden=hidden_in)
         if stages.is_last:
-            logprobs_N, entropies_N = left
+            logprobs_N, entropies_N = output
             self.scores[number] = (logprobs_N.detach(), entropies_N.detach())
-            left = self.finish(pack, logprobs_N, entropies_N)
+            output = self.finish(pack, logprobs_N, entropies_N)
         else:
-            self._send(left.detach(), self.axis.group, self.axis.index + 1)
+            self._send(output.detach(), self.axis.group, self.axis.index + 1)
         if self.backward is not None:
-            self.flights[number] = _Flight(entered, left)
+            self.pending[number] = _PendingBackward(hidden_in, output)
 
     def _backward(self, number: int) -> None:
-        flight, stages = self.flights.pop(number), self.policy.sharding.stages
+        waiting, stages = self.pending.pop(number), self.policy.sharding.stages
         assert self.backward is not None
         if stages.is_last:
-            self.backward(flight.left)
+            self.backward(waiting.output)
         else:
-            grad = torch.empty_like(flight.left, dtype=stages.dtype)
+            grad = torch.empty_like(waiting.output, dtype=stages.dtype)
             dist.recv(grad, group=stages.backward_group, group_src=self.axis.index + 1)
-            torch.autograd.backward(flight.left, grad.to(flight.left.dtype))
-        if flight.entered is not None:
-            assert flight.entered.grad is not None
-            self._send(flight.entered.grad, stages.backward_group, self.axis.index - 1)
+            torch.autograd.backward(waiting.output, grad.to(waiting.output.dtype))
+        if waiting.hidden_in is not None:
+            assert waiting.hidden_in.grad is not None
+            self._send(waiting.hidden_in.grad, stages.backward_group, self.axis.index - 1)
 
     def _send(self, tensor: Tensor, group: Any, target: int) -> None:
-        sent = tensor.to(self.policy.sharding.stages.dtype).contiguous()
-        work = dist.isend(sent, group=group, group_dst=target)
+        message = tensor.to(self.policy.sharding.stages.dtype).contiguous()
+        work = dist.isend(message, group=group, group_dst=target)
         self.sending = [(w, t) for w, t in self.sending if not w.is_completed()]
-        self.sending.append((work, sent))
+        self.sending.append((work, message))
 
     def _hand_out_scores(self) -> None:
         """Send the log-probs of the last stage to the others, which finish the packs with them too."""
@@ -196,8 +196,8 @@ class _Schedule:
         device = self.packs[0].input_ids_T.device
         table_2N = torch.empty(2, sum(counts), dtype=stages.exact_dtype, device=device)
         if stages.is_last:
-            for row, one in enumerate(zip(*self.scores.values(), strict=True)):
-                table_2N[row] = torch.cat(one)
+            for row, scores in enumerate(zip(*self.scores.values(), strict=True)):
+                table_2N[row] = torch.cat(scores)
         if sum(counts):
             dist.broadcast(table_2N, group=self.axis.group, group_src=self.axis.size - 1)
         if stages.is_last:
@@ -214,10 +214,10 @@ def take_stage(model: Any, body: Any, ranks: Ranks, shapes: dict[str, torch.Size
     """Keep this rank's layers; `shapes` are the whole shapes of the model's parameters by name."""
     axis, head = ranks.pipeline, model.get_output_embeddings()
     tied = head.weight is body.embed_tokens.weight
-    each = [len(body.layers) * stage // axis.size for stage in range(axis.size + 1)]
+    bounds = [len(body.layers) * stage // axis.size for stage in range(axis.size + 1)]
     stage_of = {id(p): 0 for p in body.embed_tokens.parameters()}
     for stage in range(axis.size):
-        for layer in body.layers[each[stage] : each[stage + 1]]:
+        for layer in body.layers[bounds[stage] : bounds[stage + 1]]:
             stage_of |= {id(p): stage for p in layer.parameters()}
     for module in (body.norm, head):
         stage_of = {id(p): axis.size - 1 for p in module.parameters()} | stage_of
@@ -229,11 +229,13 @@ def take_stage(model: Any, body: Any, ranks: Ranks, shapes: dict[str, torch.Size
                 "belongs to no stage, allowed: 1"
             )
         owners[name] = (stage_of[id(parameter)], shapes[name])
-    tied_names = [name for name, one in model.named_parameters() if tied and one is head.weight]
+    tied_names = [
+        name for name, parameter in model.named_parameters() if tied and parameter is head.weight
+    ]
     stages = Stages(axis=axis, owners=owners, tied="".join(tied_names[:1]), dtype=model.dtype)
     stages.width = model.config.get_text_config().hidden_size
     _make_groups(stages, ranks)
-    _keep_layers(body, each[axis.index], each[axis.index + 1])
+    _keep_layers(body, bounds[axis.index], bounds[axis.index + 1])
     if not axis.is_first and not (stages.is_last and tied):
         body.embed_tokens = nn.Identity()
     if not stages.is_last:
@@ -244,9 +246,9 @@ def take_stage(model: Any, body: Any, ranks: Ranks, shapes: dict[str, torch.Size
 
 def _keep_layers(body: Any, first: int, last: int) -> None:
     """Remove all layers but some; these keep their numbers, which are part of their names."""
-    kept = nn.ModuleList()
-    kept._modules.update({str(n): body.layers[n] for n in range(first, last)})
-    body.layers = kept
+    layers = nn.ModuleList()
+    layers._modules.update({str(n): body.layers[n] for n in range(first, last)})
+    body.layers = layers
 
 
 def _make_groups(stages: Stages, ranks: Ranks) -> None:

@@ -151,18 +151,18 @@ def rank_share(items: Sequence[T], ranks: Ranks) -> list[T]:
 
 
 def digest_over(ranks: Ranks, weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The digest of weights that every rank has; each rank hashes every world-th tensor."""
+    """The digest of weights that every rank has. The ranks share the hashing, tensor by tensor."""
     if ranks.world == 1:
         return digest_of(weights)
     names: list[str] = []
 
-    def own() -> Iterator[tuple[str, torch.Tensor]]:
+    def share() -> Iterator[tuple[str, torch.Tensor]]:
         for number, (name, tensor) in enumerate(weights):
             names.append(name)
             if number % ranks.world == ranks.rank:
                 yield name, tensor
 
-    digests = digests_of(own())
+    digests = digests_of(share())
     table = np.zeros((len(names), DIGEST_BYTES))
     for number in range(ranks.rank, len(names), ranks.world):
         table[number] = list(digests[names[number]])

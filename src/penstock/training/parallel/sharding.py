@@ -128,14 +128,18 @@ class Sharding:
 
     def gradient_norm(self, parameters: Mapping[str, nn.Parameter]) -> Tensor | None:
         """The norm of the whole gradient, equal on all ranks; None if there is no gradient."""
-        named = {name: one.grad for name, one in parameters.items() if one.grad is not None}
+        gradients = {
+            name: parameter.grad
+            for name, parameter in parameters.items()
+            if parameter.grad is not None
+        }
         if self.ranks.world == 1:
-            return nn.utils.get_total_norm(named.values()) if named else None
-        counted = (local(grad) for name, grad in named.items() if self.is_counted(name))
-        own = [part for part in counted if part.numel()]
-        norms = torch._foreach_norm(own) if own else ()
+            return nn.utils.get_total_norm(gradients.values()) if gradients else None
+        counted = (local(grad) for name, grad in gradients.items() if self.is_counted(name))
+        parts = [part for part in counted if part.numel()]
+        norms = torch._foreach_norm(parts) if parts else ()
         squares = sum(float(norm.double().square()) for norm in norms)
-        if not self.ranks.max_of(len(named)):
+        if not self.ranks.max_of(len(gradients)):
             return None
         total = self.ranks.sum_everywhere(np.array([squares]))[0]
         device = next(iter(parameters.values())).device

@@ -40,11 +40,11 @@ def cut_model(model: Any, body: nn.Module, plan: dict[str, str], sharding: Shard
             _cut_linear(module, style, cuts)
     _cut_vocabulary(model, axis, cuts)
     for name, parameter in model.named_parameters():
-        if id(parameter) in cuts.made:
-            sharding.cuts[name] = cuts.made[id(parameter)]
+        if id(parameter) in cuts.by_id:
+            sharding.cuts[name] = cuts.by_id[id(parameter)]
         elif id(parameter) in summed:
             sharding.summed.add(name)
-    return cuts.made[id(model.get_output_embeddings().weight)]
+    return cuts.by_id[id(model.get_output_embeddings().weight)]
 
 
 def _fits(pattern: str, name: str) -> bool:
@@ -56,7 +56,7 @@ class _Cuts:
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self.made: dict[int, Cut] = {}
+        self.by_id: dict[int, Cut] = {}
 
     def cut(self, module: nn.Module, name: str, dim: int) -> nn.Parameter | None:
         """Replace a parameter of `module` by this rank's slice; return the slice."""
@@ -66,12 +66,12 @@ class _Cuts:
         total = whole.shape[dim]
         each = -(-total // self.axis.size)
         first = min(self.axis.index * each, total)
-        own = whole.detach().narrow(dim, first, min(each, total - first))
+        part = whole.detach().narrow(dim, first, min(each, total - first))
         slice_ = nn.Parameter(
-            own.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad
+            part.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad
         )
         setattr(module, name, slice_)
-        self.made[id(slice_)] = Cut(dim, first, total)
+        self.by_id[id(slice_)] = Cut(dim, first, total)
         return slice_
 
 
@@ -95,7 +95,7 @@ def _cut_linear(module: nn.Module, style: str, cuts: _Cuts) -> None:
 
 
 def _add_up(module: nn.Linear, axis: Axis, inputs: Tensor) -> Tensor:
-    """Compute a layer of which each rank has a slice of the inputs; the bias is added once."""
+    """The output of a layer whose inputs are split over the ranks; the bias is added once."""
     output = sum_partial(linear(inputs, module.weight), axis)
     return output if module.bias is None else output + module.bias
 
@@ -115,10 +115,10 @@ def _cut_vocabulary(model: Any, axis: Axis, cuts: _Cuts) -> None:
     tied = embedding.weight is head.weight
     rows = cuts.cut(embedding, "weight", 0)
     assert rows is not None
-    cut = cuts.made[id(rows)]
+    cut = cuts.by_id[id(rows)]
     if embedding.padding_idx is not None:  # its row gets no gradient from a lookup
-        own = cut.first <= embedding.padding_idx < cut.first + len(rows)
-        embedding.padding_idx = embedding.padding_idx - cut.first if own else None
+        is_here = cut.first <= embedding.padding_idx < cut.first + len(rows)
+        embedding.padding_idx = embedding.padding_idx - cut.first if is_here else None
     if tied:
         head.weight = rows
     else:
@@ -130,7 +130,7 @@ def _cut_vocabulary(model: Any, axis: Axis, cuts: _Cuts) -> None:
 
 
 class _Lookup:
-    """Looks up the ids of this rank's rows; the other ranks have those of the other ids."""
+    """Looks up the ids whose rows this rank has; the other ranks look up the other ids."""
 
     def __init__(self, first: int, count: int, axis: Axis) -> None:
         self._first, self._count, self._axis = first, count, axis
