@@ -121,7 +121,7 @@ class SlotTable:
         self.top_k = np.zeros(num_slots, np.int64)
         self.top_p = np.ones(num_slots, np.float32)
         self.min_index = np.zeros(num_slots, np.int64)
-        self.max_made = np.zeros(num_slots, np.int64)
+        self.max_new = np.zeros(num_slots, np.int64)
         self.start_index = np.zeros(num_slots, np.int64)
         self.num_new = np.zeros(num_slots, np.int64)
         self.has_stop_strings = np.zeros(num_slots, np.bool_)
@@ -144,7 +144,7 @@ class SlotTable:
         self.top_k[slot], self.top_p[slot] = sampling.top_k, sampling.top_p
         self.min_index[slot] = sampling.min_tokens
         self.start_index[slot] = len(request.response_ids)
-        self.max_made[slot] = sampling.max_tokens - len(request.response_ids)
+        self.max_new[slot] = sampling.max_tokens - len(request.response_ids)
         self.num_new[slot] = 0
         self.length[slot] = sequence.num_prefill_tokens
         self.has_stop_strings[slot] = bool(sampling.stop)
@@ -219,7 +219,7 @@ class SlotTable:
         stopped_N = (self.stop_ids[slots_N] == token_N[:, None]).any(axis=1)
         for row in np.flatnonzero(self.has_stop_strings[slots_N] & ~stopped_N):
             stopped_N[row] = self._text_stops(int(slots_N[row]), text_of)
-        full_N = num_new_N + 1 >= self.max_made[slots_N]
+        full_N = num_new_N + 1 >= self.max_new[slots_N]
         return [
             (
                 int(slots_N[row]),
