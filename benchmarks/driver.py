@@ -60,7 +60,7 @@ async def engine_pool(options: argparse.Namespace, folder: Path) -> EnginePool:
 
     supervised = Supervised("engine-0", spawn, settings, events)
     await supervised.start()
-    pool = EnginePool([supervised], events.waits)
+    pool = EnginePool([supervised], events)
     await pool.start()
     return pool
 

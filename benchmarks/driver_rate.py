@@ -93,16 +93,16 @@ async def engine_pool(
     count: int, tokens: int, waits: Waits
 ) -> tuple[EnginePool, list[InstantWorker]]:
     workers = [InstantWorker(f"engine-{number}", tokens) for number in range(count)]
-    made = []
+    events, made = SupervisionCallbacks(waits=waits), []
     for worker in workers:
 
         async def spawn(worker: Worker = worker) -> Worker:
             return worker
 
-        one = Supervised(worker.name, spawn, LaunchConfig(), SupervisionCallbacks(waits=waits))
+        one = Supervised(worker.name, spawn, LaunchConfig(), events)
         await one.start()
         made.append(one)
-    pool = EnginePool(made, waits)
+    pool = EnginePool(made, events)
     await pool.start()
     return pool, workers
 

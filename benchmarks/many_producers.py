@@ -68,7 +68,7 @@ async def engines(count: int, tokens: int, folder: Path) -> EnginePool:
     made = [make(number) for number in range(count)]
     for start in range(0, count, 8):  # many processes start at once
         await asyncio.gather(*(one.start() for one in made[start : start + 8]))
-    return EnginePool(made, events.waits)
+    return EnginePool(made, events)
 
 
 def producer(engine: Any, journal: Journal, steps: int) -> Producer:

@@ -93,7 +93,7 @@ class ServedPool:
             )
             for number, server in enumerate(servers)
         ]
-        self._waits = events.waits
+        self._events = events
 
     def _note(self, line: str) -> None:
         self.notes.append(line)
@@ -109,7 +109,7 @@ class ServedPool:
     async def start(self) -> EnginePool:
         for worker in self._supervised:
             await worker.start()
-        return EnginePool(self._supervised, self._waits, slots=8)
+        return EnginePool(self._supervised, self._events, slots=8)
 
     async def until_one_is_back(self) -> None:
         await self._back.wait()

@@ -20,7 +20,7 @@ from penstock.store.checkpoint import CheckpointStore
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 from penstock.types import Batch, Group, Rollout, Status, StepReport, VersionSegment
-from penstock.workers.supervise.trainer import TrainerPart
+from penstock.workers.supervise.trainer import TrainerClient
 from stages.rollouts import make_prompt
 
 
@@ -146,7 +146,7 @@ def test_a_trainer_restored_inside_a_live_run_has_its_redone_versions_listed(
 ) -> None:
     """Nothing is published again: the engines keep what they have until the next step."""
     publish(journal, 0, 1, 2, 3)
-    restores: list[Callable[[TrainerPart], Awaitable[None]]] = []
+    restores: list[Callable[[TrainerClient], Awaitable[None]]] = []
     job = SimpleNamespace(
         journal=journal,
         checkpoints=CheckpointStore(tmp_path / "checkpoints"),

@@ -11,7 +11,7 @@ from penstock.types import Batch, StepReport, WeightHandle
 from penstock.workers.colocated import ColocatedTrainer
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.supervise.supervised import Supervised
-from penstock.workers.supervise.trainer import RestartingTrainer, TrainerPart
+from penstock.workers.supervise.trainer import RestartingTrainer, TrainerClient
 from penstock.workers.workers import start_all
 from stages.fake_engine import FakeEngine
 from stages.supervised import Crew, FakeWorker, settings
@@ -161,7 +161,7 @@ class Shift(Crew):
             self.trainers.append(Tenant("trainer", part, self.device))
             return self.trainers[-1]
 
-        async def restore(part: TrainerPart) -> None:
+        async def restore(part: TrainerClient) -> None:
             for step in range(1, self.committed + 1):
                 await part.train(Batch(step=step, groups=()))
 
@@ -171,7 +171,7 @@ class Shift(Crew):
             for name in self.made
         ]
         await start_all(trainer, engines, settings(colocate=True))
-        together = EnginePool(engines, self.events.waits, make=self._make, shares_gpu=True)
+        together = EnginePool(engines, self.events, make=self._make, shares_gpu=True)
         publishes = lambda step: step % every == 0  # noqa: E731
         part = ColocatedTrainer(RestartingTrainer(trainer), together, publishes)
         part.restart_with(restore)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +91,17 @@ class FakeWorker:
 class EngineCrew(Play):
     """A pool over given engines; the worker of a dead engine is restarted after `revive`."""
 
-    def __init__(self, engines: Sequence[Any], **options: Any) -> None:
+    def __init__(
+        self, engines: Sequence[Any], *, told: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """told: callbacks of the pool, such as `first_loaded`."""
         super().__init__()
+        self.events = replace(self.events, **(told or {}))
         self.engines = list(engines)
         self.workers: dict[int, FakeWorker] = {}
         self._revived = [asyncio.Event() for _ in engines]
         supervised = [self._make(index) for index in range(len(engines))]
-        waits, note = self.events.waits, self.notes.append
-        self.pool = EnginePool(supervised, waits, self._make, note=note, **options)
+        self.pool = EnginePool(supervised, self.events, self._make, **options)
 
     async def start(self) -> EnginePool:
         for engine in self.pool._engines:
@@ -141,7 +145,7 @@ class Crew(Play):
         ]
         for one in supervised:
             await one.start()
-        return EnginePool(supervised, self.events.waits, make=self._make)
+        return EnginePool(supervised, self.events, make=self._make)
 
     def _make(self, number: int) -> Supervised:
         name = f"engine-{number}"

@@ -165,13 +165,13 @@ async def a_node_that_receives_nothing(stage: WatchdogStage) -> None:
 
 @hangs(WaitKind.SYNC, "engine-0 has not answered sync for 60 s")
 async def weights_that_never_arrive(stage: WatchdogStage) -> None:
-    engines = EnginePool([await stage.silent("engine-0", stats=NOTHING)], stage.waits)
+    engines = EnginePool([await stage.silent("engine-0", stats=NOTHING)], stage.events)
     await engines.update_weights(2, HANDLE)
 
 
 def with_engine(method: str) -> Hang:
     async def hang(stage: WatchdogStage) -> None:
-        engines = EnginePool([await stage.silent("engine-0", stats=NOTHING)], stage.waits)
+        engines = EnginePool([await stage.silent("engine-0", stats=NOTHING)], stage.events)
         await getattr(engines, method)()
 
     return hang

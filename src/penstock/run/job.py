@@ -53,11 +53,13 @@ from penstock.training.algo.settings import keep_group
 from penstock.types import Batch, Rollout, StepReport
 from penstock.waits import WaitKind, Waits
 from penstock.workers import LAUNCHERS
+from penstock.workers.colocated import ColocatedTrainer
 from penstock.workers.control import Control
 from penstock.workers.inline import offline_trainer, start_engine
 from penstock.workers.supervise.supervised import SupervisionCallbacks
+from penstock.workers.supervise.trainer import RestartingTrainer
 from penstock.workers.watchdog import Watchdog, watched
-from penstock.workers.workers import RestartableTrainer, Workers
+from penstock.workers.workers import Workers
 
 if TYPE_CHECKING:
     from penstock.rollout.agent.endpoint import Endpoint
@@ -86,7 +88,7 @@ class Job:
     start_report: list[str] = field(default_factory=list)  # how long each worker's stages took
 
     @property
-    def trainer(self) -> RestartableTrainer:
+    def trainer(self) -> RestartingTrainer | ColocatedTrainer:
         return self.workers.trainer
 
     @property

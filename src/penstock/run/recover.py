@@ -19,7 +19,7 @@ from penstock.store.journal import Journal, is_empty
 from penstock.store.run_folder import CONFIG, RunFolder
 from penstock.types import StepReport, contradicts
 from penstock.weights.digest import FORM
-from penstock.workers.supervise.trainer import TrainerPart
+from penstock.workers.supervise.trainer import TrainerClient
 
 Note = Callable[[str], None]
 
@@ -103,7 +103,7 @@ def _changed_facts(job: Job, accept_changes: bool) -> dict[str, str]:
     return facts
 
 
-async def restore_trainer(job: Job, trainer: TrainerPart) -> int:
+async def restore_trainer(job: Job, trainer: TrainerClient) -> int:
     """Bring a fresh trainer to the last journalled step: newest checkpoint, then redo; return it."""
     await job.checkpoints.settle()
     checkpoint = newest_checkpoint(job.checkpoints, job.journal, job.tracker.note)
@@ -133,7 +133,7 @@ def redo_plan(journal: Journal, first: int, last: int) -> str:
 def keep_trainer_alive(job: Job) -> None:
     """From now on, restart and restore a trainer that dies, and repeat the call that failed."""
 
-    async def restore(trainer: TrainerPart) -> None:
+    async def restore(trainer: TrainerClient) -> None:
         activity = job.status.activity
         await restore_trainer(job, trainer)
         job.status.doing(activity)
@@ -141,7 +141,7 @@ def keep_trainer_alive(job: Job) -> None:
     job.trainer.restart_with(restore)
 
 
-async def save_at_stop(store: CheckpointStore, trainer: TrainerPart, journal: Journal) -> bool:
+async def save_at_stop(store: CheckpointStore, trainer: TrainerClient, journal: Journal) -> bool:
     """Save the trainer's state unless a checkpoint has it; return False if the journal has another.
 
     The trainer may be at an earlier step, if a redo was stopped, or a step ahead, if its commit failed.
@@ -183,7 +183,7 @@ def newest_checkpoint(store: CheckpointStore, journal: Journal, note: Note) -> C
 
 
 async def redo(
-    trainer: TrainerPart,
+    trainer: TrainerClient,
     journal: Journal,
     first: int,
     last: int,
@@ -237,7 +237,7 @@ async def catch_up(folder: RunFolder, journal: Journal, last: int, note: Note) -
     if first <= last:
         note(redo_plan(journal, first, last))
 
-    async def save(trainer: TrainerPart) -> None:
+    async def save(trainer: TrainerClient) -> None:
         await store.save(trainer)
 
     async for report in recompute(folder, journal, checkpoint, last, note=note, at_end=save):
@@ -257,7 +257,7 @@ async def recompute(
     *,
     note: Note = lambda text: None,
     repair: bool = True,
-    at_end: Callable[[TrainerPart], Awaitable[None]] | None = None,
+    at_end: Callable[[TrainerClient], Awaitable[None]] | None = None,
 ) -> AsyncIterator[StepReport]:
     """Redo the steps up to `last`, from a checkpoint or from the start, config by config."""
     done = 0 if checkpoint is None else checkpoint.step
@@ -285,7 +285,7 @@ async def recompute(
                     await trainer.write_snapshot()
 
 
-async def _check_start(trainer: TrainerPart, journal: Journal) -> None:
+async def _check_start(trainer: TrainerClient, journal: Journal) -> None:
     """Raise unless the model at model.path has the weights that the run began with."""
     _, digest = await trainer.identity()
     journalled = _digests(journal).get(0, digest)

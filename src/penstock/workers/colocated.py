@@ -17,13 +17,13 @@ from typing import TypeVar
 from penstock.errors import WorkerDied
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.workers.pool.pool import EnginePool
-from penstock.workers.supervise.trainer import RestartingTrainer, TrainerClient, TrainerPart
+from penstock.workers.supervise.trainer import RestartingTrainer, TrainerClient
 
 T = TypeVar("T")
 
 
 class ColocatedTrainer(TrainerClient):
-    """See `TrainerPart`. `publishes` tells whether `publish` follows a step."""
+    """See `TrainerClient`. `publishes` tells whether `publish` follows a step."""
 
     def __init__(
         self, trainer: RestartingTrainer, engines: EnginePool, publishes: Callable[[int], bool]
@@ -37,7 +37,7 @@ class ColocatedTrainer(TrainerClient):
         self._restarting = False  # the worker needs the GPU to load the model and redo steps
         self._weights_due = False  # the engines wake after they have loaded new weights
 
-    def restart_with(self, restore: Callable[[TrainerPart], Awaitable[None]]) -> None:
+    def restart_with(self, restore: Callable[[TrainerClient], Awaitable[None]]) -> None:
         """From now on, restart a trainer that dies; it takes the GPU first."""
         self._trainer.restart_with(restore, self._reserve_start, self._restarted)
 

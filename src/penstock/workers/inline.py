@@ -96,7 +96,7 @@ async def start_engine(config: Config) -> InferenceEngine:
     events = SupervisionCallbacks(waits=Waits())
     engines = _engines(config, _no_weights, events)
     await start_or_close(all_or_first_error(*(engine.start() for engine in engines)), engines)
-    pool = EnginePool(engines, events.waits, slots=config.engine.max_slots)
+    pool = EnginePool(engines, events, slots=config.engine.max_slots)
     await pool.start()
     return pool
 
@@ -158,7 +158,7 @@ async def offline_trainer(
     await supervised.start()
     workers = Workers(
         engine=None,
-        trainer=RestartingTrainer(supervised, replaced=events.replaced),
+        trainer=RestartingTrainer(supervised),
         close=supervised.close,
         description="offline: the trainer alone",
         events=events,

@@ -11,7 +11,7 @@ from collections import ChainMap
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.config import Config, EngineConfig, LaunchConfig, SamplingConfig
 from penstock.engine.protocol import EngineStats, InferenceEngine, SetAside
@@ -21,7 +21,7 @@ from penstock.workers.colocated import ColocatedTrainer
 from penstock.workers.pool.node_copies import NodeCopies
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks, nothing
-from penstock.workers.supervise.trainer import RestartingTrainer, TrainerPart
+from penstock.workers.supervise.trainer import RestartingTrainer
 
 if TYPE_CHECKING:
     from penstock.workers.ray.agents import ActorAgentLoop
@@ -31,19 +31,12 @@ StartAgent = Callable[["Workers", str, SamplingConfig, bool], Awaitable["ActorAg
 T = TypeVar("T")
 
 
-class RestartableTrainer(TrainerPart, Protocol):
-    """A trainer that can be restarted when it dies."""
-
-    def restart_with(self, restore: Callable[[TrainerPart], Awaitable[None]]) -> None:
-        """From now on, restart a trainer that dies; `restore` brings it to its last state."""
-
-
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Workers:
     """The parts that the loop drives, and what the watchdog asks of their workers."""
 
     engine: InferenceEngine | None  # None: nothing is generated
-    trainer: RestartableTrainer
+    trainer: RestartingTrainer | ColocatedTrainer
     close: Callable[[], Awaitable[None]]
     description: str  # the place of every worker, in one line
     events: SupervisionCallbacks  # the open waits, and where notes to the user go
@@ -175,12 +168,10 @@ def assemble(
     """
     everyone = [trainer, *engines]
     places = ", ".join(f"{part.name} {part.worker.place}" for part in everyone if part.worker)
-    restarting = RestartingTrainer(
-        trainer, announces=sync != "in_process", replaced=events.replaced
-    )
+    restarting = RestartingTrainer(trainer, announces=sync != "in_process")
     engine = EnginePool(
         engines,
-        events.waits,
+        events,
         make_engine,
         copies,
         restarting.renewed,
@@ -188,9 +179,6 @@ def assemble(
         update=settings.update,
         may_leave=may_leave,
         shares_gpu=publishes is not None,
-        note=events.note,
-        first_loaded=events.first_loaded,
-        confirmed=events.confirmed,
     )
     part = restarting if publishes is None else ColocatedTrainer(restarting, engine, publishes)
     supervised = ChainMap({worker.name: worker for worker in everyone})

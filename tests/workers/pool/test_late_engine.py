@@ -43,8 +43,10 @@ class Crew(EngineCrew):
             [PacedEngine(0.01, slots=4, load_s=seconds) for seconds in (FIRST_S, LATE_S)],
             slots=4,
             may_leave=may_leave,
-            first_loaded=lambda version, digest: self.told.append(version),
-            confirmed=lambda version, digest: self.confirmed.append(version),
+            told={
+                "first_loaded": lambda version, digest: self.told.append(version),
+                "confirmed": lambda version, digest: self.confirmed.append(version),
+            },
         )
 
     async def publish(self, version: int) -> None:

@@ -44,7 +44,7 @@ def make_pool(update: UpdateOrder = "together", *, max_restarts: int = 3) -> Eng
         Supervised(name, spawn(name), LaunchConfig(max_restarts=max_restarts), callbacks)
         for name in ("engine-0", "engine-1")
     ]
-    return StartingPool(workers, callbacks.waits, update=update)
+    return StartingPool(workers, callbacks, update=update)
 
 
 # what a pool hands on as it is; `make test-long` runs these over it too
@@ -225,7 +225,7 @@ def test_an_engine_that_was_given_up_before_the_pool_was_built_is_dead(num_dead:
             supervised[index].restart_with(Restarts(when_given_up=given_up.set))
             crew.workers[index].die()
             await given_up.wait()
-        pool = EnginePool(supervised, crew.events.waits)
+        pool = EnginePool(supervised, crew.events)
         assert pool.count == len(pool.serving) == 2 - num_dead
         if not pool.count:
             with pytest.raises(EngineError, match="no engine is left: engine-0: killed; engine-1"):
@@ -274,7 +274,7 @@ def test_engines_that_miss_the_same_weights_renew_them_once(newer: bool) -> None
             assert weights.handle is not None
             return weights.handle.version
 
-        weights, gone = NewestWeights(None, renew), tiny.handle(1)
+        weights, gone = NewestWeights(None, renew, lambda version, digest: None), tiny.handle(1)
         weights.publish(gone)
         loaded = await asyncio.gather(*(weights.renewing(load) for _ in range(5)))
         assert loaded == [2 if newer else 1] * 5

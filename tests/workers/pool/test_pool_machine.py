@@ -46,7 +46,7 @@ class PoolMachine(RuleBasedStateMachine):
     def begin(self, paces: list[float]) -> None:
         self.clock = VirtualClock()
         engines = [self._engine(pace) for pace in paces]
-        self.crew = EngineCrew(engines, slots=SLOTS, first_loaded=self._loaded)
+        self.crew = EngineCrew(engines, slots=SLOTS, told={"first_loaded": self._loaded})
         self.engines, self.pool = self.crew.engines, self.clock.run(self.crew.start())
         self.asked: list[Asked] = []
         self.names, self.version, self.paused = 0, 0, False

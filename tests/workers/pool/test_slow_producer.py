@@ -143,7 +143,7 @@ def test_engines_serve_from_the_moment_on_that_they_have_new_weights(clock: Virt
 
     async def run() -> tuple[float, list[int]]:
         began = asyncio.Event()
-        crew = Crew(FAST_S, FAST_S, first_loaded=lambda version, digest: began.set())
+        crew = Crew(FAST_S, FAST_S, told={"first_loaded": lambda version, digest: began.set()})
         await crew.start()
         crew.engines[0].load_s, crew.engines[1].load_s = 1.0, 5.0
         handle: Any = WeightHandle(version=1, digest="digest-1", kind="none")
@@ -169,7 +169,7 @@ def test_new_weights_are_told_when_all_have_them_or_after_twice_the_first_load(
 
     async def run() -> float:
         told: list[float] = []
-        crew = Crew(FAST_S, FAST_S, first_loaded=lambda *_: told.append(clock.now))
+        crew = Crew(FAST_S, FAST_S, told={"first_loaded": lambda *_: told.append(clock.now)})
         await crew.start()
         before = clock.now
         crew.engines[0].load_s, crew.engines[1].load_s = 1.0, second_s

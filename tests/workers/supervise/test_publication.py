@@ -72,10 +72,11 @@ class Trainers(Play):
             self.made.append(FakeWorker("trainer", part))
             return self.made[-1]
 
-        self.supervised = Supervised("trainer", spawn, settings(), self.events)
+        events = replace(self.events, replaced=self._replace)
+        self.supervised = Supervised("trainer", spawn, settings(), events)
         self.supervised.restart_with(Restarts(prepare=nothing))
         await self.supervised.start()
-        return RestartingTrainer(self.supervised, announces=True, replaced=self._replace)
+        return RestartingTrainer(self.supervised, announces=True)
 
     def _replace(self, version: int, digest: str) -> None:
         self.replaced.append((version, digest))
@@ -188,7 +189,7 @@ async def picky_engines(play: Play, renewed: str) -> tuple[EnginePool, Supervise
 
     one = Supervised("engine-0", spawn, settings(), play.events)
     await one.start()
-    return EnginePool([one], play.events.waits, renew=renew), one
+    return EnginePool([one], play.events, renew=renew), one
 
 
 def test_engines_that_find_weights_gone_load_them_when_they_are_there_again() -> None:

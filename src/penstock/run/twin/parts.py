@@ -112,7 +112,7 @@ class ModelledReward(Reward):
 
 
 class ModelledTrainer:
-    """See `TrainerPart`: an update takes the time of its tokens."""
+    """See `TrainerClient`: an update takes the time of its tokens."""
 
     def __init__(self, profile: Profile, ranks: int) -> None:
         self._model, self._ranks, self._step = profile.train, ranks, 0

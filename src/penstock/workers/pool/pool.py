@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from penstock.engine.protocol import EngineStats, Generation, GenerationRequest, PauseMode
 from penstock.errors import EngineError, EnginesLost, PartFailed, RunError, UserError, WorkerDied
 from penstock.types import WeightHandle
-from penstock.waits import WaitKind, Waits
+from penstock.waits import WaitKind
 from penstock.workers.pool.node_copies import NodeCopies
 from penstock.workers.pool.requests import (
     ENDED,
@@ -32,7 +32,7 @@ from penstock.workers.pool.requests import (
 )
 from penstock.workers.pool.scheduler import Scheduler
 from penstock.workers.pool.weights import Loads, NewestWeights, Renew
-from penstock.workers.supervise.supervised import Call, Restarts, Supervised
+from penstock.workers.supervise.supervised import Call, Restarts, Supervised, SupervisionCallbacks
 
 T = TypeVar("T")
 UpdateOrder = Literal["together", "rolling"]
@@ -59,7 +59,7 @@ class EnginePool:
     def __init__(
         self,
         supervised: list[Supervised],
-        waits: Waits,
+        events: SupervisionCallbacks,
         make: Callable[[int], Supervised] | None = None,
         copies: NodeCopies | None = None,
         renew: Renew | None = None,
@@ -68,26 +68,22 @@ class EnginePool:
         update: UpdateOrder = "together",
         may_leave: bool = False,
         shares_gpu: bool = False,
-        note: Callable[[str], None] = lambda line: None,
-        first_loaded: Callable[[int, str], None] = lambda version, digest: None,
-        confirmed: Callable[[int, str], None] = lambda version, digest: None,
     ) -> None:
         """Build the pool of workers that have started.
 
+        events: told when the first engine has new weights (requests that come from then on go only to engines
+        that have them), and when an engine has confirmed weights by its answer or by tokens sampled from them.
         make: returns a further engine, by its index. copies: one copy of the weights per node.
         renew: publishes weights again that cannot be read. slots: requests that an engine runs at once; 0: ask it.
         may_leave: whether publications go on without an engine that is late with the ones before.
         shares_gpu: with the trainer: engines wake, start and load in their turn.
-        note: takes lines to the user. first_loaded: called when the first engine has new weights; requests
-        that come from then on go only to engines that have them. confirmed: called when an engine answered that
-        it loaded weights, or returned tokens that it sampled from them.
         """
         if not supervised:
             raise EngineError("engine pool: got 0 engines, allowed: at least 1")
-        self._waits, self._make = waits, make
-        self._weights = NewestWeights(copies, renew, confirmed)
-        self._update, self._first_loaded = update, first_loaded
-        self._loads, self._may_leave = Loads(self._catch_up, note), may_leave
+        self._events, self._make = events, make
+        self._weights = NewestWeights(copies, renew, events.confirmed)
+        self._update = update
+        self._loads, self._may_leave = Loads(self._catch_up, events.note), may_leave
         self._engines: list[Engine] = []
         self._asks_for_slots = not slots
         self._scheduler = Scheduler(len(supervised), slots or UNKNOWN_SLOTS)
@@ -96,7 +92,7 @@ class EnginePool:
             self._scheduler,
             judge=self._judge,
             until_one_serves=self._until_one_serves,
-            note=note,
+            note=events.note,
         )
         self._least_version = 0  # the oldest weights that new requests may be generated with
         self._after_update: list[Callable[[], Awaitable[None]]] = []  # called once
@@ -181,7 +177,7 @@ class EnginePool:
     async def _change(self, what: str) -> None:
         """Wait until a state, a reserved start or a waiting request changes."""
         self._changed.clear()
-        with self._waits.wait("driver", WaitKind.RESTART, what):
+        with self._events.waits.wait("driver", WaitKind.RESTART, what):
             await self._changed.wait()
 
     # ---- starting
@@ -213,7 +209,7 @@ class EnginePool:
     async def _reserve_gpu(self, engine: Engine) -> None:
         what = f"{engine.name}, until the trainer releases the GPU"
         while not self._gpu_released.is_set():  # the trainer may take it back before we run
-            with self._waits.wait("driver", WaitKind.RESTART, what):
+            with self._events.waits.wait("driver", WaitKind.RESTART, what):
                 await self._gpu_released.wait()
         self._starts.add(engine)
 
@@ -585,7 +581,7 @@ class EnginePool:
         """From now on requests go only to engines that have this version."""
         if version > self._least_version:
             self._least_version = version
-            self._first_loaded(version, digest)
+            self._events.first_loaded(version, digest)
 
     @contextlib.asynccontextmanager
     async def _switching_with_gpu(self) -> AsyncIterator[None]:

@@ -39,7 +39,7 @@ class NewestWeights:
         self,
         copies: NodeCopies | None,
         renew: Renew | None,
-        confirmed: Callable[[int, str], None] = lambda version, digest: None,
+        confirmed: Callable[[int, str], None],
     ) -> None:
         """copies: needed if engines are on several nodes. renew: publishes weights again.
 

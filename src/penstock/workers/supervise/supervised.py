@@ -133,7 +133,8 @@ class Supervised:
         self.name = name
         self.given_up: WorkerDied | None = None
         self.restarts = 0
-        self._spawn, self._settings, self._events = spawn, settings, events
+        self.events = events
+        self._spawn, self._settings = spawn, settings
         self._when_closed = when_closed
         self._prepare: Prepare | None = None  # None: the end of the worker is final
         self._owner = Restarts()
@@ -176,7 +177,7 @@ class Supervised:
         if worker is None:
             raise self.given_up or WorkerDied(f"{self.name}: it is being started again")
         try:
-            with wait_for(worker, self._events.waits, method):
+            with wait_for(worker, self.events.waits, method):
                 return await worker.call(method, *args)
         except WorkerDied:
             if worker is self._worker and self.given_up is None:
@@ -185,7 +186,7 @@ class Supervised:
 
     async def ready(self) -> None:
         """Wait until a worker serves; raise WorkerDied if supervision gave up."""
-        with self._events.waits.wait("driver", WaitKind.RESTART, self.name):
+        with self.events.waits.wait("driver", WaitKind.RESTART, self.name):
             await self._settled.wait()
         if self.given_up is not None:
             raise self.given_up
@@ -199,7 +200,7 @@ class Supervised:
         if worker is not None:
             self._replaced_for = f"{self.name}: {reason}"
             if traceback is not None:
-                self._log = self._events.log(self.name, traceback)
+                self._log = self.events.log(self.name, traceback)
                 self._count_fault(reason)
             self._settled.clear()
             await worker.kill()
@@ -253,14 +254,14 @@ class Supervised:
         try:
             await self._restart_until_given_up()
         except Exception as error:  # a bug of ours: callers must get the error
-            self._events.note(f"{self.name}: supervision failed\n{traceback.format_exc()}")
+            self.events.note(f"{self.name}: supervision failed\n{traceback.format_exc()}")
             line = f"{self.name}: supervision failed: {type(error).__name__}: {error}"
             self.given_up = WorkerDied(line)
         self._settled.set()
         try:
             self._owner.when_given_up()
         except Exception:  # callers get `given_up`; whoever is told first must not hide the rest
-            self._events.note(f"{self.name}: it was given up\n{traceback.format_exc()}")
+            self.events.note(f"{self.name}: it was given up\n{traceback.format_exc()}")
 
     async def _restart_until_given_up(self) -> None:
         while self.given_up is None:
@@ -284,7 +285,7 @@ class Supervised:
             wait_s = self._backoff_s()
             when = f" in {wait_s:g} s" if wait_s else ""
             limit = self._settings.max_restarts
-            self._events.note(f"{reason}; starting it again{when} ({len(self._ends)} of {limit})")
+            self.events.note(f"{reason}; starting it again{when} ({len(self._ends)} of {limit})")
             await asyncio.sleep(wait_s)  # the back-off
             try:
                 await self._start_next()
@@ -295,7 +296,7 @@ class Supervised:
             self.restarts += 1
             seconds = loop_time() - began
             place = self._worker.place
-            self._events.note(f"{self.name}: serves again ({place}) after {seconds:.1f} s")
+            self.events.note(f"{self.name}: serves again ({place}) after {seconds:.1f} s")
             self._settled.set()
             return True
         self.given_up = WorkerDied(self._last_line(reason))
@@ -311,7 +312,7 @@ class Supervised:
             worker = self._starting = await self._spawn()
             try:
                 assert self._prepare is not None
-                await self._prepare(partial(call_worker, worker, self._events.waits))
+                await self._prepare(partial(call_worker, worker, self.events.waits))
             except BaseException:  # not prepared: the worker must not outlive it
                 await worker.close()
                 raise

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.config import ParallelConfig
 from penstock.errors import WorkerDied, WrongStep
@@ -26,34 +26,6 @@ _OTHERS_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 5.0
 # Methods without a collective inside: no rank waits for one that failed.
 _EACH_BY_ITSELF = ("write_snapshot", "progress")
-
-
-class TrainerPart(Protocol):
-    """The trainer as the loop sees it: every method is awaited, wherever the trainer runs."""
-
-    async def train(self, batch: Batch) -> StepReport:
-        """Do one update."""
-
-    async def publish(self) -> WeightHandle:
-        """Copy the current weights out for the engines."""
-
-    async def snapshot(self, folder: str) -> tuple[int, str]:
-        """Copy the whole training state, to be written to `folder`; return its step and digest."""
-
-    async def write_snapshot(self) -> None:
-        """Write that copy while training continues."""
-
-    async def load(self, folder: str) -> tuple[int, str]:
-        """Restore a snapshot; return its step and digest."""
-
-    async def identity(self) -> tuple[int, str]:
-        """The policy version and the digest of its weights."""
-
-    async def is_exact(self) -> bool:
-        """Whether the same step repeated here gives the same bits."""
-
-    async def request_stop(self) -> None:
-        """Make a running `train` give up before it changes the weights."""
 
 
 class RankGroup:
@@ -166,65 +138,64 @@ async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:
 
 
 class TrainerClient:
-    """See `TrainerPart`: every method is a call of a trainer worker."""
+    """The trainer as the loop sees it: every method is a call of a trainer worker, wherever it runs."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
 
     async def train(self, batch: Batch) -> StepReport:
+        """Do one update."""
         report: StepReport = await self._call("train", batch)
         return report
 
     async def publish(self) -> WeightHandle:
+        """Copy the current weights out for the engines."""
         handle: WeightHandle = await self._call("publish")
         return handle
 
     async def snapshot(self, folder: str) -> tuple[int, str]:
+        """Copy the whole training state, to be written to `folder`; return its step and digest."""
         identity: tuple[int, str] = await self._call("snapshot", folder)
         return identity
 
     async def write_snapshot(self) -> None:
+        """Write that copy while training continues."""
         await self._call("write_snapshot")
 
     async def load(self, folder: str) -> tuple[int, str]:
+        """Restore a snapshot; return its step and digest."""
         identity: tuple[int, str] = await self._call("load", folder)
         return identity
 
     async def identity(self) -> tuple[int, str]:
+        """The policy version and the digest of its weights."""
         identity: tuple[int, str] = await self._call("identity")
         return identity
 
     async def is_exact(self) -> bool:
+        """Whether the same step repeated here gives the same bits."""
         return bool(await self._call("is_exact"))
 
     async def request_stop(self) -> None:
+        """Make a running `train` give up before it changes the weights."""
         await self._call("request_stop")
 
 
 class RestartingTrainer(TrainerClient):
     """A trainer whose calls are repeated on the restored worker after a death."""
 
-    def __init__(
-        self,
-        supervised: Supervised,
-        *,
-        announces: bool = False,
-        replaced: Callable[[int, str], None] = lambda version, digest: None,
-    ) -> None:
-        """announces: engines may read weights as soon as the worker begins to write them.
-
-        replaced: called with the version and digest that take the place of lost weights.
-        """
+    def __init__(self, supervised: Supervised, *, announces: bool = False) -> None:
+        """announces: engines may read weights as soon as the worker begins to write them."""
         super().__init__(self.call)
         self.supervised = supervised
-        self._announces, self._replaced = announces, replaced
+        self._announces = announces
         self._published: tuple[WeightHandle, Worker | None] | None = None  # newest, and its writer
         self._writing: asyncio.Task[WeightHandle] | None = None
         self._publishing = asyncio.Lock()
 
     def restart_with(
         self,
-        restore: Callable[[TrainerPart], Awaitable[None]],
+        restore: Callable[[TrainerClient], Awaitable[None]],
         start_context: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
         when_back: Callable[[], Awaitable[None]] = nothing,
     ) -> None:
@@ -309,7 +280,7 @@ class RestartingTrainer(TrainerClient):
                 continue
         newest = handle if self._published is None else self._published[0]
         if newest.version != handle.version:
-            self._replaced(newest.version, newest.digest)
+            self.supervised.events.replaced(newest.version, newest.digest)
         return newest
 
     async def write_snapshot(self) -> None:
