@@ -168,8 +168,8 @@ def clusters(sizes: list[int], times: float) -> None:
         tried = plan.split_configs(config, gpus) if gpus > 1 else [config]
         steps = max(6, 2000 // batch)
         best = max(
-            (simulate(one, profile, steps=steps, standing_for=100) for one in tried),
-            key=lambda one: one.tokens_per_s,
+            (simulate(config, profile, steps=100, most=steps) for config in tried),
+            key=lambda result: result.tokens_per_s,
         )
         where = f"{best.engines} engines + {best.ranks} ranks" if gpus > 1 else "colocated"
         print(

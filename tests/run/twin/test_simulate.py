@@ -182,7 +182,7 @@ def test_a_short_trial_stands_for_a_long_run() -> None:
     long = profile_of(groups=[SeenGroup((100, 10), (0.0, 1.0))])
     config = config_of("produce.max_staleness=2")
     whole = simulate(config, long, steps=60)
-    trial = simulate(config, long, steps=8, standing_for=60)
+    trial = simulate(config, long, steps=60, most=8)
     short = simulate(config, long, steps=8)
     assert trial.steps == whole.steps
     assert trial.groups == whole.groups

@@ -158,8 +158,13 @@ def sparkline(
     )
 
 
-def draw_curves(curves: Mapping[str, Sequence[Point]], steps: int) -> str:
-    """An SVG of the curves over `steps`; the first is a plain line, the others have dots."""
+def draw_curves(
+    curves: Mapping[str, Sequence[Point]], steps: int, labels: Sequence[str] = ()
+) -> str:
+    """An SVG of the curves over `steps`; the first is a plain line, the others have dots.
+
+    labels: what stands below step 0, 1 and so on.
+    """
     values = [value for points in curves.values() for _, value in points]
     low, high = min([0.0, *values]), max([1.0, *values])
 
@@ -172,6 +177,11 @@ def draw_curves(curves: Mapping[str, Sequence[Point]], steps: int) -> str:
         f'<text x="2" y="{place((0, edge))[1] + 4}" font-size="11" fill="#888">{edge:g}</text>'
         f'<path d="M{_MARGIN} {place((0, edge))[1]}H{_WIDTH - _MARGIN}" stroke="#ccc"/>'
         for edge in (low, high)
+    ]
+    parts += [
+        f'<text x="{place((step, low))[0]}" y="{_HEIGHT - _MARGIN + 10}" font-size="9" '
+        f'text-anchor="middle">{html.escape(label)}</text>'
+        for step, label in enumerate(labels)
     ]
     for number, (name, points) in enumerate(curves.items()):
         color, where = _COLORS[number % len(_COLORS)], [place(point) for point in points]

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder, find
 from penstock.waits import WaitKind
 
+T = TypeVar("T")
 MOST_SAMPLES = 2000
 _STARTS, _APART = 10, 2**0.25  # paces that a fit begins with, and the factor between them
 _ROUNDS = 6  # of each part of a fit
@@ -136,15 +138,13 @@ def _evaluations(recording: Recording) -> dict[str, int]:
     return {name: round(responses[f"rewards of eval {name}"] / times[name]) for name in times}
 
 
-def _thinned(groups: list[SeenGroup]) -> list[SeenGroup]:
-    """At most MOST_SAMPLES groups, evenly over the run."""
-    step = max(1, math.ceil(len(groups) / MOST_SAMPLES))
-    return groups[::step]
+def _thinned(samples: list[T]) -> list[T]:
+    """At most MOST_SAMPLES of them, evenly over the run."""
+    return samples[:: max(1, math.ceil(len(samples) / MOST_SAMPLES))]
 
 
 def _seconds(events: Iterable[Event]) -> list[float]:
-    seconds = [round(max(0.0, event.end - event.start), 6) for event in events]
-    return seconds[:: max(1, math.ceil(len(seconds) / MOST_SAMPLES))] or [0.0]
+    return _thinned([round(max(0.0, event.end - event.start), 6) for event in events]) or [0.0]
 
 
 def _around(recording: Recording, updates: list[Event]) -> tuple[list[float], list[float]]:

@@ -17,7 +17,6 @@ from penstock.store.run_folder import find
 from penstock.waits import WaitKind
 
 TRIAL_STEPS = 30  # of a variation or a split, which stand for all steps
-_LEAST_STEPS, _TRIAL_GROUPS = 6, 15_000  # fewer steps of large batches: a trial takes seconds
 _MOST_SPLITS = 12
 _TRAINER_WORKS = (WaitKind.TRAIN, WaitKind.PUBLISH, WaitKind.CHECKPOINT)
 
@@ -64,11 +63,9 @@ def make_plan(
     """Simulate the config, its variations (None: the usual ones) and the splits of `gpus` GPUs."""
     total = steps or config.train.steps or TRIAL_STEPS
     plan = Plan(base=simulate(config, profile, steps=total), steps=total)
-    few = max(_LEAST_STEPS, _TRIAL_GROUPS // config.train.groups_per_step)
-    trial = min(total, TRIAL_STEPS, few)
 
     def tried(changed: Config) -> Result:
-        return simulate(changed, profile, steps=trial, standing_for=total)
+        return simulate(changed, profile, steps=total, most=TRIAL_STEPS)
 
     settings = _usual(config) if variations is None else _expanded(variations)
     for words in settings:

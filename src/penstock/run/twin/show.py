@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from xml.sax.saxutils import escape
 
+from penstock.inspection.summary import duration
+from penstock.inspection.track.console import draw_curves
 from penstock.run.twin.plan import Check, Plan
 from penstock.run.twin.profile import Profile
 from penstock.run.twin.simulate import Result
-
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 720, 420, 70, 40, 60
-_RATE, _TRAINER, _ENGINE = "#1f6feb", "#b35900", "#5a7d2b"
 
 
 def text_of(profile: Profile, plan: Plan) -> Iterator[str]:
@@ -66,14 +64,6 @@ def histogram(result: Result) -> str:
     return ", ".join(f"{n} behind {count / total:.0%}" for n, count in result.staleness.items())
 
 
-def duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:.1f} h"
-
-
 def check_lines(run: str, source: str, checks: Sequence[Check]) -> Iterator[str]:
     """Yield a real run beside its prediction."""
     yield f"{run}, predicted from {source}:"
@@ -119,47 +109,15 @@ def _figures(result: Result, steps: int) -> dict[str, object]:
 def picture(plan: Plan) -> str:
     """An SVG: tokens/s and the idle shares of both sides, over the splits or the variations."""
     if plan.splits:
-        points = [(f"{result.engines}+{result.ranks}", result) for result in plan.splits]
-        title = "engines + trainer ranks"
+        results = {f"{result.engines} engines": result for result in plan.splits}
     else:
-        points = [("as it is", plan.base), *plan.variations.items()]
-        title = "settings"
-    most = max(result.tokens_per_s for _, result in points) or 1.0
-    height = _HEIGHT - _TOP - _BOTTOM
-    gap = (_WIDTH - 2 * _LEFT) / max(1, len(points) - 1)
-
-    def line(values: list[float], colour: str) -> str:
-        spots = [(_LEFT + n * gap, _TOP + height * (1 - v)) for n, v in enumerate(values)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
-        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in spots)
-        bent = f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
-        return f'{bent}<g fill="{colour}">{dots}</g>'
-
-    marks = "".join(
-        f'<text x="{_LEFT + n * gap:.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle" font-size="10">'
-        f"{escape(name.rpartition('.')[2])}</text>"
-        for n, (name, _) in enumerate(points)
-    )
-    scale = "".join(
-        f'<line x1="{_LEFT}" x2="{_WIDTH - _LEFT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
-        f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" font-size="10" fill="{_RATE}">'
-        f"{most * share:,.0f}</text>"
-        f'<text x="{_WIDTH - _LEFT + 6}" y="{y + 4:.1f}" font-size="10">{share:.0%}</text>'
-        for share in (0.0, 0.25, 0.5, 0.75, 1.0)
-        for y in [_TOP + height * (1 - share)]
-    )
-    names = [("tokens/s", _RATE), ("trainer idle", _TRAINER), ("engines idle", _ENGINE)]
-    legend = "".join(
-        f'<text x="{_LEFT + n * 120}" y="22" font-size="12" fill="{colour}">{name}</text>'
-        for n, (name, colour) in enumerate(names)
-    )
-    lines = [
-        line([result.tokens_per_s / most for _, result in points], _RATE),
-        line([result.trainer_idle for _, result in points], _TRAINER),
-        line([result.engine_idle for _, result in points], _ENGINE),
-    ]
-    below = f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 14}" text-anchor="middle" font-size="12">{title}</text>'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif">'
-        f'<rect width="100%" height="100%" fill="white"/>{scale}{"".join(lines)}{marks}{legend}{below}</svg>\n'
-    )
+        results = {"as it is": plan.base, **plan.variations}
+    most = max(result.tokens_per_s for result in results.values()) or 1.0
+    shares = {
+        "trainer idle": [result.trainer_idle for result in results.values()],
+        "engines idle": [result.engine_idle for result in results.values()],
+        f"tokens/s; 1 is {most:,.0f}": [r.tokens_per_s / most for r in results.values()],
+    }
+    curves = {name: list(enumerate(values)) for name, values in shares.items()}
+    labels = [name.rpartition(".")[2] for name in results]
+    return draw_curves(curves, len(results) - 1, labels)

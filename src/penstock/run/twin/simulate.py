@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -83,7 +82,6 @@ class Result:
     groups: int  # that were trained
     staleness: dict[int, int] = field(default_factory=dict)  # updates behind -> groups
     drops: dict[str, int] = field(default_factory=dict)  # untrained work, by reason
-    wall_s: float = 0.0  # what the simulation took
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -105,27 +103,25 @@ class Result:
 
 
 def simulate(
-    config: Config, profile: Profile, *, steps: int | None = None, standing_for: int = 0
+    config: Config, profile: Profile, *, steps: int | None = None, most: int | None = None
 ) -> Result:
-    """Run `steps` updates (None: those of the config) on virtual time; return what would have happened.
+    """What would happen in `steps` updates (None: those of the config).
 
-    standing_for: return the figures of so many updates, if that is more: the others are like the second half
-    of those that were run, so that a short trial does not count its start as a long run would not.
+    most: run no more updates than these. The others are like the second half of those that were run, so that
+    a short trial does not count its start as a long run would not.
     """
     steps = steps or config.train.steps
     if not steps:
         raise UserError("train.steps: got nothing, allowed: train.steps or --steps in a simulation")
     check_executes_nothing(config)
-    most = max(LEAST_STEPS, MANY_GROUPS // config.train.groups_per_step)
-    clock, began, thresholds = VirtualClock(), time.perf_counter(), gc.get_threshold()
+    few = max(LEAST_STEPS, MANY_GROUPS // config.train.groups_per_step)
+    clock, thresholds = VirtualClock(), gc.get_threshold()
     gc.set_threshold(_COLLECT_AFTER)
     try:
-        result = clock.run(_run(config, profile, min(steps, most), max(steps, standing_for)))
+        return clock.run(_run(config, profile, min(steps, few, most or steps), steps))
     finally:
         clock.close()
         gc.set_threshold(*thresholds)
-    result.wall_s = time.perf_counter() - began
-    return result
 
 
 def check_executes_nothing(config: Config) -> None:
