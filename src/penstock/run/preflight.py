@@ -8,8 +8,7 @@ they are loaded.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 from penstock import reward
@@ -29,13 +28,13 @@ from penstock.weights import SYNC_KINDS, sync_kind
 from penstock.workers import LAUNCHERS
 
 _WORKER_MIB = 100  # the least that a process with torch takes
-_OPTIONAL = {"vllm": ("vllm", "vllm"), "wandb": ("wandb", "wandb"), "ray": ("ray", "ray")}
+_OPTIONAL = ("vllm", "wandb", "ray")  # packages, and the extras that install them
 
 
 def check(config: Config) -> None:
     """Raise a UserError for the first thing in the config that cannot work here."""
     engines = [engine.name for engine in config.engine_kinds()]
-    check_name("engine.name", config.engine.name, ENGINES)
+    check_engine(config)
     for place in range(len(config.launch.producer_kinds)):
         key = f"launch.producer_kinds[{place}].engine.name"
         check_name(key, config.engine_of_kind(place).name, ENGINES)
@@ -49,7 +48,6 @@ def check(config: Config) -> None:
         _check_installed(name)
     _check_processes(config)
     check_algorithm(config)
-    check_model(config.model.path, "model.path")
     for path, key in (
         (config.model.tokenizer, "model.tokenizer"),
         (config.train.reference, "train.reference"),
@@ -57,7 +55,8 @@ def check(config: Config) -> None:
         if path:
             check_model(path, key)
     check_parallel(config)
-    _check_total(config)
+    if config.train.steps is None and config.train.episodes is None:
+        raise UserError("train.steps: got nothing, allowed: train.steps or train.episodes")
     for name in config.tasks:
         produce = config.task_produce(name)
         load_strategy(produce.strategy)
@@ -105,18 +104,11 @@ def check_tasks(key: str, tasks: Iterable[tuple[str, TaskDataConfig]]) -> None:
     """Raise a UserError for the first task whose rewards or data cannot work."""
     for name, task in tasks:
         where = f"{key}.{name}"
-        with _named(where):
+        try:
             validate_source(name, task, readers=reward.fields_read(task.rewards))
-
-
-@contextmanager
-def _named(where: str) -> Iterator[None]:
-    """Put the task's key before the message of a UserError."""
-    try:
-        yield
-    except UserError as error:
-        text = str(error)
-        raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
+        except UserError as error:
+            text = str(error)
+            raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
 
 
 def check_model(path: str, key: str) -> None:
@@ -134,12 +126,8 @@ def check_model(path: str, key: str) -> None:
 
 
 def _check_installed(name: str) -> None:
-    if name in _OPTIONAL:
-        module, extra = _OPTIONAL[name]
-        if importlib.util.find_spec(module) is None:
-            raise UserError(
-                f"{name}: not installed; install it with: pip install 'penstock[{extra}]'"
-            )
+    if name in _OPTIONAL and importlib.util.find_spec(name) is None:
+        raise UserError(f"{name}: not installed; install it with: pip install 'penstock[{name}]'")
 
 
 def _check_processes(config: Config) -> None:
@@ -153,8 +141,3 @@ def _check_processes(config: Config) -> None:
             f"launch.num_producers: got {config.launch.num_producers}, allowed: at most {max(1, most)} here: "
             f"each engine is a process, of at least {_WORKER_MIB} MiB of the {left:,.0f} that are available"
         )
-
-
-def _check_total(config: Config) -> None:
-    if config.train.steps is None and config.train.episodes is None:
-        raise UserError("train.steps: got nothing, allowed: train.steps or train.episodes")

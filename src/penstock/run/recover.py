@@ -7,8 +7,11 @@ decides: a checkpoint newer than its last step is renamed to `lost-*`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import closing
 
+from penstock.config import Config
+from penstock.config.changes import Change
 from penstock.data.identity import TOTAL_STEPS, changed_code, check_content
 from penstock.errors import DigestMismatch, JournalDamaged, UserError
 from penstock.files import ScratchFolder, can_write
@@ -33,12 +36,9 @@ def check_journal(folder: RunFolder) -> list[str]:
             raise JournalDamaged(with_way_out(fault, folder))
         return []  # killed before the first record
     try:
-        journal = Journal.open(folder.journal, readonly=True)
-        try:
+        with closing(Journal.open(folder.journal, readonly=True)) as journal:
             journal.check_for_resume()
             committed = journal.last_committed_step()
-        finally:
-            journal.close()
     except JournalDamaged as error:
         raise JournalDamaged(with_way_out(str(error), folder)) from error
     if not committed and any(folder.checkpoints.glob("step-[1-9]*")):
@@ -148,8 +148,8 @@ async def save_at_stop(store: CheckpointStore, trainer: TrainerClient, journal: 
     """
     await journal.flush()
     version, digest = await trainer.identity()
-    found = journal.query("SELECT digest FROM steps WHERE committed AND step = ?", (version,))
-    if version and found != [(digest,)]:
+    journalled = journal.query("SELECT digest FROM steps WHERE committed AND step = ?", (version,))
+    if version and journalled != [(digest,)]:
         return False
     if store.last_step is None or store.last_step < version:
         await store.save(trainer)
@@ -165,12 +165,12 @@ def newest_checkpoint(store: CheckpointStore, journal: Journal, note: Note) -> C
             f"the journal ends at step {committed}, but a newer checkpoint exists (kept as {path}): "
             f"the end of the journal was lost; continuing from step {committed}"
         )
-    found = store.search()
-    for damage in found.damaged:
+    search = store.search()
+    for damage in search.damaged:
         note(f"damaged: {damage}; using the next older checkpoint")
-    checkpoint = found.checkpoint
+    checkpoint = search.checkpoint
     if checkpoint is None:
-        if found.damaged:
+        if search.damaged:
             note("no checkpoint is valid: every step is redone from the journal")
         return None
     journalled = _digests(journal).get(checkpoint.step, checkpoint.digest)
@@ -229,7 +229,25 @@ def _difference(report: StepReport, before: StepReport) -> str:
     )
 
 
-async def catch_up(folder: RunFolder, journal: Journal, last: int, note: Note) -> None:
+async def catch_up(
+    folder: RunFolder, config: Config, changes: Sequence[Change], note: Note
+) -> None:
+    """Redo the steps that were done under other settings than `config` with those settings."""
+    with closing(Journal.open(folder.journal)) as journal:
+        committed = journal.last_committed_step()
+        if config.train.steps is not None and config.train.steps < committed:
+            raise UserError(
+                f"train.steps: got {config.train.steps}, allowed: at least {committed}, the steps that "
+                "the run has done"
+            )
+        last = max((era.last_step or 0 for era in folder.eras()), default=0)
+        if any(change.in_update for change in changes):
+            last = committed
+        if last:
+            await _checkpoint_at(folder, journal, min(last, committed), note)
+
+
+async def _checkpoint_at(folder: RunFolder, journal: Journal, last: int, note: Note) -> None:
     """Write a checkpoint of step `last`; redo every step under the config it was first done with."""
     store = CheckpointStore(folder.checkpoints, folder.config().checkpoint)
     checkpoint = newest_checkpoint(store, journal, note)
@@ -242,11 +260,6 @@ async def catch_up(folder: RunFolder, journal: Journal, last: int, note: Note) -
 
     async for report in recompute(folder, journal, checkpoint, last, note=note, at_end=save):
         note(f"redoing step {report.step} of {last} with the settings it had")
-
-
-def last_step_of_old_configs(folder: RunFolder) -> int:
-    """The last step done under an earlier config; 0 if there is none."""
-    return max((era.last_step or 0 for era in folder.eras()), default=0)
 
 
 async def recompute(
@@ -296,17 +309,17 @@ async def _check_start(trainer: TrainerClient, journal: Journal) -> None:
 
 
 def _digests(journal: Journal) -> dict[int, str]:
-    found = {report.step: report.digest for report in journal.steps()}
+    digests = {report.step: report.digest for report in journal.steps()}
     version_0 = journal.query("SELECT digest FROM weights WHERE version = 0 LIMIT 1")
     if version_0:
-        found[0] = version_0[0][0]
-    for digest in found.values():
+        digests[0] = version_0[0][0]
+    for digest in digests.values():
         if not digest.startswith(FORM):
             raise UserError(
                 f"journal {journal.path}: got weights with digests of an older form ({digest}), "
                 f"allowed: {FORM}...; the version of penstock that began the run can continue it"
             )
-    return found
+    return digests
 
 
 async def _agree_on_weights(job: Job) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 
 from penstock.config import Config
@@ -49,8 +49,7 @@ async def check_run(
 
     Begins at the oldest checkpoint if the tokens of earlier steps were removed.
     """
-    journal = Journal.open(folder.journal, readonly=True)
-    try:
+    with closing(Journal.open(folder.journal, readonly=True)) as journal:
         last, pruned = _last_step(journal, to_step), journal.pruned_to()
         start = CheckpointStore(folder.checkpoints).oldest(pruned) if pruned else None
         first = 1 if start is None else start.step + 1
@@ -69,8 +68,6 @@ async def check_run(
             "their tokens, or those of steps before them, were removed (journal.keep_payloads)"
         )
         return f"{said}; steps 1 to {start.step} were not: {removed}"
-    finally:
-        journal.close()
 
 
 def _last_step(journal: Journal, to_step: int | None) -> int:
@@ -98,8 +95,7 @@ def make_fork(
         raise UserError(
             "model: got other settings, allowed: the run's own, whose tokens are recorded"
         )
-    journal = Journal.open(parent.journal, readonly=True)
-    try:
+    with closing(Journal.open(parent.journal, readonly=True)) as journal:
         last = _last_step(journal, to_step)
         if pruned := journal.pruned_to():
             raise UserError(
@@ -112,8 +108,6 @@ def make_fork(
             scores = asyncio.run(score_groups(config, journal, groups, again))
         kept = sum(keep for _, keep in recorded_groups(journal, config, last, scores))
         digest = journal.steps()[last - 1].digest
-    finally:
-        journal.close()
     steps = kept // config.train.groups_per_step
     if not steps:
         lost = "".join(f"; {text}" for text in describe(scores)[1:])
@@ -138,8 +132,8 @@ def _correction(parent: Config, words: Sequence[str]) -> list[str]:
     if parent.algorithm.correction.kind not in ("auto", "none"):
         return []
     name = with_overrides(parent, words).algorithm.name
-    own = algorithm_class(name).defaults.correction
-    return [f"algorithm.correction.kind={CORRECTION if own == 'none' else own}"]
+    default = algorithm_class(name).defaults.correction
+    return [f"algorithm.correction.kind={CORRECTION if default == 'none' else default}"]
 
 
 def _unused_name(parent: RunFolder, algorithm: str | None) -> str:
@@ -171,16 +165,15 @@ async def open_fork(folder: RunFolder, notes: Notes | None = None) -> AsyncItera
     parent = RunFolder(Path(origin.run))
     if not parent.journal.is_file():
         raise UserError(f"fork of {origin.run}: got no journal there, allowed: the run it is of")
-    async with AsyncExitStack() as closing:
-        recorded = Journal.open(parent.journal, readonly=True)
-        closing.callback(recorded.close)
-        base = lay_foundation(folder, notes or Notes(), closing)
+    async with AsyncExitStack() as stack:
+        recorded = stack.enter_context(closing(Journal.open(parent.journal, readonly=True)))
+        base = lay_foundation(folder, notes or Notes(), stack)
         trainer = open_trainer(config, folder.logs, events=base.events)
-        workers = await closing.enter_async_context(trainer)
+        workers = await stack.enter_async_context(trainer)
         scores = read_scores(folder.path)
         source = RecordedBatches(recorded, base.journal, config, origin.steps, scores)
         steps, facts = config.train.steps, code_fact(config)
-        job = join_parts(config, folder, base, workers, source, steps, closing, facts=facts)
+        job = join_parts(config, folder, base, workers, source, steps, stack, facts=facts)
         job.findings.start(base.journal.last_committed_step(), job.facts)
         job.tracker.note(f"fork of {parent.path}, steps 1 to {origin.steps}; nothing is generated")
         for text in describe(scores):
@@ -231,10 +224,9 @@ class RecordedBatches:
             return batch
         groups: list[Group] = []
         while len(groups) < self._size:
-            found = next(self._groups, None)
-            assert found is not None, "a fork has no more steps than its groups fill"
-            if await self._journal_group(*found):
-                groups.append(found[0])
+            group, keep = next(self._groups)  # a fork has no more steps than its groups fill
+            if await self._journal_group(group, keep):
+                groups.append(group)
         await self._journal.begin_step(step, groups)
         return Batch(step=step, groups=tuple(groups))
 

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from penstock.config import Config, EvalConfig
 from penstock.data.dataset import context_length
 from penstock.engine.protocol import Generation, GenerationRequest
@@ -36,27 +38,29 @@ _AT_ONCE = 64  # groups
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class NewScore:
-    """What the fork trains a rollout with, in place of what was recorded."""
+    """What the fork trains a rollout with, in place of what was recorded; a line of the fork's file."""
 
+    rollout_id: str
     score: Score | None  # None: it could not be scored, its group is left out
     earned: tuple[tuple[int, float], ...] = ()
     error: str = ""
 
 
 NewScores = dict[str, NewScore]  # by rollout
+_LINE = TypeAdapter(NewScore)
 
 
 def scored_again(overrides: Sequence[str]) -> dict[str, str]:
     """The tasks that a fork's settings give other rewards: by "rewards" or by their "agent"."""
-    found: dict[str, str] = {}
+    tasks: dict[str, str] = {}
     for word in overrides:
         table, _, rest = word.partition("=")[0].partition(".")
         name, _, key = rest.partition(".")
         if table == "tasks" and (key == "agent" or key.startswith("agent_options")):
-            found[name] = "agent"
+            tasks[name] = "agent"
         elif table == "tasks" and key.startswith("rewards"):
-            found.setdefault(name, "rewards")
-    return found
+            tasks.setdefault(name, "rewards")
+    return tasks
 
 
 async def score_groups(
@@ -72,7 +76,7 @@ async def score_groups(
                 f"recorded (a function, tools, gym, command); {where}.rewards scores recorded answers"
             )
     config = config.model_copy(update={"eval": EvalConfig()})
-    found: NewScores = {}
+    scores: NewScores = {}
     async with AsyncExitStack() as closing:
         data = await RunData.read(config)
         rewards: dict[str, VerifiableReward] = {}
@@ -103,13 +107,17 @@ async def score_groups(
                         calls=journal.calls(group.group_id), tools=journal.tools(group.group_id)
                     ),
                 )
-                found.update(await _play(agent, group))
+                scores.update(_by_rollout(await _play(agent, group)))
             else:
-                found.update(await _score(rewards[group.task], group))
+                scores.update(_by_rollout(await _score(rewards[group.task], group)))
 
         for some in _chunks(group for group in groups if group.task in tasks):
             await asyncio.gather(*map(score, some))
-    return found
+    return scores
+
+
+def _by_rollout(scores: Iterable[NewScore]) -> NewScores:
+    return {score.rollout_id: score for score in scores}
 
 
 def _chunks(groups: Iterable[Group]) -> Iterator[list[Group]]:
@@ -123,7 +131,7 @@ def _chunks(groups: Iterable[Group]) -> Iterator[list[Group]]:
         yield some
 
 
-async def _score(reward: VerifiableReward, group: Group) -> NewScores:
+async def _score(reward: VerifiableReward, group: Group) -> list[NewScore]:
     """Score the recorded answers of a group."""
     rollouts = group.rollouts
     try:
@@ -132,14 +140,14 @@ async def _score(reward: VerifiableReward, group: Group) -> NewScores:
         else:
             scores = await asyncio.gather(*(reward.score(r, group.prompt) for r in rollouts))
     except RewardError as error:
-        return {rollout.rollout_id: NewScore(score=None, error=str(error)) for rollout in rollouts}
-    return {
-        rollout.rollout_id: NewScore(score=score)
+        return [NewScore(rollout_id=r.rollout_id, score=None, error=str(error)) for r in rollouts]
+    return [
+        NewScore(rollout_id=rollout.rollout_id, score=score)
         for rollout, score in zip(rollouts, scores, strict=True)
-    }
+    ]
 
 
-async def _play(agent: Any, group: Group) -> NewScores:
+async def _play(agent: Any, group: Group) -> list[NewScore]:
     """Let the agent play the recorded rollouts of a group again."""
     again = [
         Rollout(
@@ -157,12 +165,12 @@ async def _play(agent: Any, group: Group) -> NewScores:
     finally:
         if isinstance(agent, FunctionAgent):
             await agent.close()
-    return {
-        rollout.rollout_id: NewScore(score=rollout.score, earned=rollout.earned)
+    return [
+        NewScore(rollout_id=rollout.rollout_id, score=rollout.score, earned=rollout.earned)
         if rollout.status is Status.COMPLETED
-        else NewScore(score=None, error=rollout.error)
+        else NewScore(rollout_id=rollout.rollout_id, score=None, error=rollout.error)
         for rollout in again
-    }
+    ]
 
 
 class _NoEngine:
@@ -198,18 +206,12 @@ def describe(scores: NewScores) -> list[str]:
 
 
 def write_scores(folder: Path, scores: NewScores) -> None:
-    lines = [json.dumps({"rollout_id": name, **asdict(new)}) + "\n" for name, new in scores.items()]
+    lines = [json.dumps(asdict(score)) + "\n" for score in scores.values()]
     write_whole(folder / FILE, "".join(lines))
 
 
 def read_scores(folder: Path) -> NewScores:
     """The scores of a fork; none if it trains with those that were recorded."""
     path = folder / FILE
-    found: NewScores = {}
-    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        line = json.loads(text)
-        given = line["score"]
-        score = None if given is None else Score(**{**given, "tests": tuple(given["tests"])})
-        earned = tuple((tokens, value) for tokens, value in line["earned"])
-        found[line["rollout_id"]] = NewScore(score=score, earned=earned, error=line["error"])
-    return found
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else ()
+    return _by_rollout(map(_LINE.validate_json, lines))

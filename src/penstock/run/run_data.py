@@ -15,7 +15,6 @@ from penstock.config import Config, TaskDataConfig
 from penstock.data import Dataset, load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.dataset import check_context
-from penstock.errors import UserError
 from penstock.reward import fields_read
 
 T = TypeVar("T")
@@ -85,7 +84,6 @@ def count_steps(config: Config, datasets: dict[str, Dataset]) -> int:
     """The number of updates: train.steps, or what train.episodes passes over the prompts need."""
     if config.train.steps is not None:
         return config.train.steps
-    if config.train.episodes is None:
-        raise UserError("train.steps: got nothing, allowed: train.steps or train.episodes")
+    assert config.train.episodes is not None, "preflight.check has asked for one of them"
     prompts = sum(len(dataset) for dataset in datasets.values()) * config.train.episodes
     return max(1, math.ceil(prompts / config.train.groups_per_step))

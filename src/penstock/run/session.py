@@ -40,7 +40,6 @@ from penstock.run.recover import (
     catch_up,
     check_journal,
     keep_trainer_alive,
-    last_step_of_old_configs,
     recover,
     save_at_stop,
     with_way_out,
@@ -48,7 +47,6 @@ from penstock.run.recover import (
 from penstock.run.replay import check_run, make_fork, open_fork
 from penstock.run.run_data import in_thread
 from penstock.store import run_folder, trust
-from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 
 T = TypeVar("T")
@@ -142,21 +140,7 @@ def replay_run(
 
 async def _resume(config: Config, folder: RunFolder, changes: list[Change], accept: bool) -> None:
     """Redo steps that were done under other settings with those settings; then continue."""
-    journal = Journal.open(folder.journal)
-    try:
-        committed = journal.last_committed_step()
-        if config.train.steps is not None and config.train.steps < committed:
-            raise UserError(
-                f"train.steps: got {config.train.steps}, allowed: at least {committed}, the steps that "
-                "the run has done"
-            )
-        needed = last_step_of_old_configs(folder)
-        if any(change.in_update for change in changes):
-            needed = committed
-        if needed:
-            await catch_up(folder, journal, min(needed, committed), _tell)
-    finally:
-        journal.close()
+    await catch_up(folder, config, changes, _tell)
     await _train(config, folder, resumed=True, accept=accept)
 
 
@@ -354,8 +338,8 @@ class StopSignals:
         try:
             return await self._work
         except asyncio.CancelledError:
-            own = asyncio.current_task()
-            if self.count > allowed and own is not None and not own.cancelling():
+            caller = asyncio.current_task()
+            if self.count > allowed and caller is not None and not caller.cancelling():
                 return None
             raise
         finally:
@@ -379,16 +363,10 @@ class StopSignals:
 
 def _first_cause(group: BaseExceptionGroup) -> BaseException:
     """The error to show: the first PenstockError in the group, else the first error."""
-    leaves = list(_leaves(group))
-    ours = [leaf for leaf in leaves if isinstance(leaf, PenstockError)]
-    return (ours or leaves)[0]
-
-
-def _leaves(group: BaseExceptionGroup) -> list[BaseException]:
-    found: list[BaseException] = []
-    for error in group.exceptions:
-        found.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
-    return found
+    cause: BaseException = group.subgroup(PenstockError) or group
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    return cause
 
 
 def evaluate_once(
