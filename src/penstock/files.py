@@ -111,14 +111,14 @@ def network_file_system(path: Path) -> str:
 
 def _file_system(path: Path) -> str:
     """The type of the last mount among those nearest to the path; empty if none is listed."""
-    found, depth = "", -1
+    kind, depth = "", -1
     lines = MOUNTS.read_text(encoding="utf-8", errors="replace") if MOUNTS.is_file() else ""
     for line in lines.splitlines():
         place, _, source = line.partition(" - ")
         mounted = Path(_OCTAL.sub(lambda code: chr(int(code[1], 8)), place.split(" ")[4]))
         if path.is_relative_to(mounted) and len(mounted.parts) >= depth:
-            found, depth = source.split(" ")[0], len(mounted.parts)
-    return found
+            kind, depth = source.split(" ")[0], len(mounted.parts)
+    return kind
 
 
 _NAME = re.compile(r"penstock-[a-z]+-[0-9a-f]{12}")
@@ -205,9 +205,9 @@ def _is_space(character: str) -> bool:
 
 def console(**options: Any) -> Console:
     """A rich console that reads no markup in text and makes it visible; options as rich's."""
-    made = Console(**{"markup": False, **options})
-    made.push_render_hook(_MakeVisible())
-    return made
+    visible_console = Console(**{"markup": False, **options})
+    visible_console.push_render_hook(_MakeVisible())
+    return visible_console
 
 
 def say(text: object, *, error: bool = False) -> None:
@@ -231,4 +231,4 @@ class Visible:
 
 class _MakeVisible(RenderHook):
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        return [one if isinstance(one, Control) else Visible(one) for one in renderables]
+        return [item if isinstance(item, Control) else Visible(item) for item in renderables]

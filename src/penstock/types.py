@@ -345,15 +345,15 @@ def _bytes_of(array: np.ndarray, dtype: np.dtype) -> bytes:
     return (array if array.dtype is dtype else array.astype(dtype)).tobytes()
 
 
-def contradicts(recorded: str, found: str) -> bool:
+def contradicts(recorded: str, computed: str) -> bool:
     """Whether two fingerprints of one form differ; other forms cannot be compared."""
     form = recorded.split("-")[0] + "-"
-    return form == _FINGERPRINT and recorded != found
+    return form == _FINGERPRINT and recorded != computed
 
 
 # What is pickled of a rollout beside its arrays; its group has the prompt.
 _ARRAYS = ("prompt_ids", "response_ids", "logprobs", "loss_mask")
-_REST = tuple(one.name for one in fields(Rollout) if one.name not in (*_ARRAYS, "prompt"))
+_REST = tuple(f.name for f in fields(Rollout) if f.name not in (*_ARRAYS, "prompt"))
 _rest_of = operator.attrgetter(*_REST)
 
 
@@ -383,7 +383,7 @@ class Group:
             np.concatenate([rollout.logprobs for rollout in rollouts], dtype=_LOGPROBS).tobytes(),
             np.concatenate([rollout.loss_mask for rollout in rollouts], dtype=_MASK).tobytes(),
         )
-        prompts = [None if one.prompt_ids is shared else one.prompt_ids for one in rollouts]
+        prompts = [None if r.prompt_ids is shared else r.prompt_ids for r in rollouts]
         lengths = [len(rollout.response_ids) for rollout in rollouts]
         rows = list(zip(prompts, lengths, map(_rest_of, rollouts), strict=True))
         about = (self.group_id, self.task, self.cursor, self.prompt, self.tries, self.error)
@@ -461,13 +461,13 @@ def _join_group(about: tuple[Any, ...], rows: list[Any], tokens: tuple[bytes, ..
     ids, logprobs, mask = map(np.frombuffer, tokens, (_IDS, _LOGPROBS, _MASK))
     rollouts, start = [], 0
     for prompt_ids, length, rest in rows:
-        own = slice(start, start := start + length)
+        span = slice(start, start := start + length)
         rollouts.append(
             Rollout(
                 prompt_ids=prompt.token_ids if prompt_ids is None else prompt_ids,
-                response_ids=ids[own],
-                logprobs=logprobs[own],
-                loss_mask=mask[own],
+                response_ids=ids[span],
+                logprobs=logprobs[span],
+                loss_mask=mask[span],
                 **dict(zip(_REST, rest, strict=True)),
             )
         )

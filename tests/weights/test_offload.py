@@ -120,24 +120,25 @@ def test_on_a_gpu_the_memory_is_free_for_others_meanwhile() -> None:
         assert [bits(tensor.cpu()) for tensor in tensors] == before
 
 
-def test_memory_that_runs_out_on_the_way_back_leaves_all_of_it_offloaded() -> None:
+def test_memory_that_runs_out_on_the_way_back_leaves_all_of_it_offloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tensors = [torch.arange(10.0), torch.arange(20.0)]
     host_offload = HostOffload(lambda: tensors, devices=("cpu",))
     host_offload.offload()
-    second = list(host_offload._offloaded.values())[1]
+    resize = torch.UntypedStorage.resize_
 
-    class Full:
-        device, _cdata = second.storage.device, second.storage._cdata
-
-        def resize_(self, size: int) -> None:
+    def resize_unless_full(storage: torch.UntypedStorage, size: int) -> None:
+        if size == 80:  # the second tensor
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 bytes.")
+        resize(storage, size)
 
-    key = second.storage._cdata
-    host_offload._offloaded[key] = type(second)(Full(), second.host)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", resize_unless_full)
     with pytest.raises(torch.OutOfMemoryError):
         host_offload.reload()
+    monkeypatch.undo()
+    assert host_offload.is_offloaded
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0]
-    host_offload._offloaded[key] = second
     host_offload.reload()
     assert [float(tensor.sum()) for tensor in tensors] == [45.0, 190.0]
 

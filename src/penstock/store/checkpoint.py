@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -152,14 +152,14 @@ class CheckpointStore:
 
     def search(self) -> SearchResult:
         """Find the newest checkpoint whose files all match its manifest."""
-        found = SearchResult()
+        result = SearchResult()
         for path in self._paths():
             try:
-                found.checkpoint = self._last = read_checkpoint(path)
+                result.checkpoint = self._last = read_checkpoint(path)
                 break
             except RunError as error:
-                found.damaged.append(str(error))
-        return found
+                result.damaged.append(str(error))
+        return result
 
     def newest(self) -> Checkpoint | None:
         """The newest valid checkpoint, or None."""
@@ -183,10 +183,10 @@ class CheckpointStore:
         moved = []
         for path in self._paths():
             if _step_of(path) > beyond:
-                names = (f"lost-{path.name}{suffix}" for suffix in _suffixes())
-                aside = next(
-                    self._folder / name for name in names if not (self._folder / name).exists()
-                )
+                aside = self._folder / f"lost-{path.name}"
+                numbers = itertools.count(2)
+                while aside.exists():
+                    aside = self._folder / f"lost-{path.name}-{next(numbers)}"
                 moved.append(path.rename(aside))
         return moved
 
@@ -269,10 +269,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise RunError(f"checkpoint {path}: its {MANIFEST} is missing or damaged") from None
     for name, expected in files.items():
         try:
-            found = _file_digest(path / name)
+            digest = _file_digest(path / name)
         except OSError as error:
             raise RunError(f"checkpoint {path}: {name}: {error.strerror}") from None
-        if found != expected:
+        if digest != expected:
             raise RunError(f"checkpoint {path}: {name} is not what was written")
     return checkpoint
 
@@ -301,9 +301,3 @@ def _file_digest(path: Path) -> str:
 
 def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
-
-
-def _suffixes() -> Iterator[str]:
-    """Yield what makes a name new: nothing, then -2, -3, ..."""
-    yield ""
-    yield from (f"-{number}" for number in itertools.count(2))

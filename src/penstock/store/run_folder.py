@@ -92,8 +92,12 @@ class RunFolder:
         record = self.record() if record is None else record
         if _IN_FORCE in record:
             ends = {name: name.removeprefix(_EARLIER) for name in record if _EARLIER in name}
-            old = [Era(self._outside(_config_of(record[n])), int(end)) for n, end in ends.items()]
-            last = self._outside(_config_of(record[_IN_FORCE]))
+            configs = {
+                name: self._outside(validate(json.loads(record[name])))
+                for name in (*ends, _IN_FORCE)
+            }
+            old = [Era(configs[name], int(end)) for name, end in ends.items()]
+            last = configs[_IN_FORCE]
         else:
             paths = self.path.glob(f"configs/{_UNTIL}*.toml")
             old = [
@@ -141,12 +145,12 @@ class RunFolder:
             return f"{CONFIG} is missing or empty"
         eras = self.eras()
         try:
-            found = self._outside(load_config(self.path / CONFIG).config)
+            copied = self._outside(load_config(self.path / CONFIG).config)
         except UserError as error:
             return f"{CONFIG} was edited ({error})"
-        if found in (wanted, *(era.config for era in eras)):
+        if copied in (wanted, *(era.config for era in eras)):
             return ""
-        first, *more = differing(eras[-1].config, found)
+        first, *more = differing(eras[-1].config, copied)
         others = f" and {len(more)} more" if more else ""
         return f"{CONFIG} was edited ({first}{others})"
 
@@ -255,17 +259,13 @@ class Era:
 
 def _map_data(config: Config, change: Callable[[str], str]) -> Config:
     """The config with a change of every task's `data`."""
-    given = (*config.tasks.values(), *config.eval.tasks.values())
-    if all(change(task.data) == task.data for task in given):
+    tasks = (*config.tasks.values(), *config.eval.tasks.values())
+    if all(change(task.data) == task.data for task in tasks):
         return config
     tree = config.model_dump()
     for task in (*tree["tasks"].values(), *tree["eval"]["tasks"].values()):
         task["data"] = change(task["data"])
     return validate(tree)
-
-
-def _config_of(fact: str) -> Config:
-    return validate(json.loads(fact))
 
 
 def _read(path: Path) -> Config:
@@ -404,11 +404,8 @@ def has_progress(path: Path) -> bool:
 def _has_groups(path: Path) -> bool:
     if not path.exists() or is_empty(path):
         return False
-    journal = Journal.look(path)
-    try:
+    with contextlib.closing(Journal.look(path)) as journal:
         return bool(journal.query("SELECT 1 FROM groups LIMIT 1"))
-    finally:
-        journal.close()
 
 
 def _automatic_name(config: Config) -> str:

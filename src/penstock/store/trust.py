@@ -129,10 +129,10 @@ def _acts(value: Any, key: str, folder: Path) -> Iterator[str]:
         for item in value:
             yield from _acts(item, key, folder)
     elif isinstance(value, str) and value:
-        if own := _FILE.fullmatch(value):
-            yield from _execute(value, Path(own[1]), folder)
-        elif key not in _TEXTS and (own := _OBJECT.fullmatch(value)):
-            yield from _execute_object(value, own[1], folder)
+        if code := _FILE.fullmatch(value):
+            yield from _execute(value, Path(code[1]), folder)
+        elif key not in _TEXTS and (code := _OBJECT.fullmatch(value)):
+            yield from _execute_object(value, code[1], folder)
         elif re.match(r"https?://", value):
             yield f"connect to {value}"
         elif key == "python":
@@ -146,10 +146,10 @@ def _acts(value: Any, key: str, folder: Path) -> Iterator[str]:
 def _run(words: list[str], folder: Path) -> Iterator[str]:
     """Name a command by its words, and its files by their place or, inside the folder, their content."""
     files = [Path(word) for word in words if Path(word).is_file()]
-    own = [file for file in files if file.resolve().is_relative_to(folder.resolve())]
-    places = [str(f.absolute()) for f in files if f not in own and not f.is_absolute()]
+    inside = [file for file in files if file.resolve().is_relative_to(folder.resolve())]
+    places = [str(f.absolute()) for f in files if f not in inside and not f.is_absolute()]
     yield f"run {shlex.join(words)}" + (f" with {', '.join(places)}" if places else "")
-    yield from (_by_content(file) for file in own)
+    yield from (_by_content(file) for file in inside)
 
 
 def _execute(name: str, file: Path, folder: Path) -> Iterator[str]:

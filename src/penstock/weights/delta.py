@@ -63,8 +63,8 @@ def apply(delta: bytes, words: np.ndarray) -> None:
 
 
 def _compressed(octets: np.ndarray, strategy: int) -> bytes:
-    made = zlib.compressobj(level=1, strategy=strategy)
-    return made.compress(octets.data) + made.flush()
+    compressor = zlib.compressobj(level=1, strategy=strategy)
+    return compressor.compress(octets.data) + compressor.flush()
 
 
 def _bytes_of(numbers: np.ndarray) -> np.ndarray:

@@ -130,8 +130,8 @@ class OpenedMemories:
 
         The driver does not open memory in the process that owns it, so that case returns the owner's.
         """
-        if (own := _EXPORTED.get(handle)) is not None:
-            return own
+        if (exported := _EXPORTED.get(handle)) is not None:
+            return exported
         known = self._by_path.get(path)
         if known is None or known[0] != handle:
             self._by_path.pop(path, None)  # freed first, unless a tensor still reads it

@@ -72,22 +72,25 @@ def checked_weights(
 
 def load_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
     """Copy checked weights into the model; when this returns, `weights` may change."""
-    own = dict(named_weights(model))
-    new = [weights[name] for name in own]
-    torch._foreach_copy_(list(own.values()), new)  # on one GPU a few launches, not one for each
-    for device in {one.device for one in (*own.values(), *new) if one.is_cuda}:
+    parameters = dict(named_weights(model))
+    new = [weights[name] for name in parameters]
+    torch._foreach_copy_(
+        list(parameters.values()), new
+    )  # on one GPU a few launches, not one for each
+    for device in {tensor.device for tensor in (*parameters.values(), *new) if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()  # a GPU copies asynchronously
 
 
 def _refuse_others(model: torch.nn.Module, new: dict[str, torch.Tensor]) -> None:
-    own = dict(named_weights(model))
-    missing, unknown = sorted(own.keys() - new.keys()), sorted(new.keys() - own.keys())
+    parameters = dict(named_weights(model))
+    missing = sorted(parameters.keys() - new.keys())
+    unknown = sorted(new.keys() - parameters.keys())
     if missing or unknown:
         raise EngineError(
             f"weights refused: missing {missing[:3]} ({len(missing)}), "
             f"unknown {unknown[:3]} ({len(unknown)}), allowed: exactly the model's own"
         )
-    for name, tensor in own.items():
+    for name, tensor in parameters.items():
         if new[name].shape != tensor.shape or new[name].dtype != tensor.dtype:
             raise EngineError(
                 f"weight {name} refused: got {new[name].dtype} {tuple(new[name].shape)}, "

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +18,6 @@ from penstock.errors import RunError
 
 CHUNK_BYTES = 256 * 2**20  # a power of two, as pinned memory is allocated in such sizes
 _ALIGN = 64
-
-
-@dataclass(slots=True, frozen=True)
-class _Offloaded:
-    storage: torch.UntypedStorage
-    host: torch.Tensor  # the copy of its bytes
 
 
 class HostOffload:
@@ -40,7 +33,8 @@ class HostOffload:
         """The default skips CPU tensors, since moving them gains nothing."""
         self._tensors, self._devices, self._chunk_bytes = tensors, devices, chunk_bytes
         self._chunks: list[torch.Tensor] = []
-        self._offloaded: dict[int, _Offloaded] = {}  # by storage; empty: nothing is offloaded
+        # each storage and the copy of its bytes on the host; empty: nothing is offloaded
+        self._offloaded: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
 
     @property
     def is_offloaded(self) -> bool:
@@ -59,7 +53,7 @@ class HostOffload:
             host.copy_(_bytes_of(storage), non_blocking=True)
         _finish_copies(storages)
         for storage, host in zip(storages, targets, strict=True):
-            self._offloaded[storage._cdata] = _Offloaded(storage, host)
+            self._offloaded[storage._cdata] = (storage, host)
             storage.resize_(0)
         if torch.cuda.is_initialized():
             gc.collect()
@@ -69,10 +63,10 @@ class HostOffload:
         """Move everything back to the device, or nothing if its memory does not suffice."""
         back: list[torch.UntypedStorage] = []
         try:
-            for one in self._offloaded.values():
-                one.storage.resize_(len(one.host))
-                back.append(one.storage)
-                _bytes_of(one.storage).copy_(one.host, non_blocking=True)
+            for storage, host in self._offloaded.values():
+                storage.resize_(len(host))
+                back.append(storage)
+                _bytes_of(storage).copy_(host, non_blocking=True)
             _finish_copies(back)
         except torch.OutOfMemoryError:
             _finish_copies(back)
@@ -86,19 +80,19 @@ class HostOffload:
         offloaded = self._offloaded.get(_storage_of(tensor)._cdata)
         if offloaded is None:
             return tensor
-        local = _local(tensor)
-        first = offloaded.host.storage_offset() // local.element_size() + local.storage_offset()
+        local, (_, host) = _local(tensor), offloaded
+        first = host.storage_offset() // local.element_size() + local.storage_offset()
         view = torch.empty(0, dtype=local.dtype)
-        return view.set_(offloaded.host.untyped_storage(), first, local.size(), local.stride())
+        return view.set_(host.untyped_storage(), first, local.size(), local.stride())
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        found: dict[int, torch.UntypedStorage] = {}
+        storages: dict[int, torch.UntypedStorage] = {}
         for tensor in self._tensors():
             storage = _storage_of(tensor)
             ours = storage.resizable()  # not if another process or numpy uses the memory
             if ours and storage.device.type in self._devices and storage.nbytes():
-                found.setdefault(storage._cdata, storage)
-        return list(found.values())
+                storages.setdefault(storage._cdata, storage)
+        return list(storages.values())
 
     def _host_views(self, sizes: list[int]) -> list[torch.Tensor]:
         """Host memory of these sizes; no view spans two chunks."""

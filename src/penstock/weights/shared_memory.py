@@ -95,13 +95,13 @@ class SharedMemorySync:
         """Begin a buffer that nobody reads, never the newest complete one; remove spare buffers."""
         if not self._buffers:
             self._buffers = [BufferWriter(path) for path in sorted(self._folder.glob("buffer-*"))]
-        number = max((one.number for one in self._buffers), default=0) + 1
-        newest = max((one.number for one in self._buffers if one.is_complete), default=0)
-        older = [one for one in self._buffers if one.number != newest]
-        begun = next((one for one in older if one.begin(number, size, self._device)), None)
-        self._buffers = [
-            one for one in self._buffers if one not in older or one is begun or not one.remove()
-        ]
+        buffers = self._buffers
+        number = max((buffer.number for buffer in buffers), default=0) + 1
+        newest = max((buffer.number for buffer in buffers if buffer.is_complete), default=0)
+        older = [buffer for buffer in buffers if buffer.number != newest]
+        begun = next((buffer for buffer in older if buffer.begin(number, size, self._device)), None)
+        spare = [buffer for buffer in older if buffer is not begun]
+        self._buffers = [buffer for buffer in buffers if buffer not in spare or not buffer.remove()]
         if begun is None:
             names = (self._folder / f"buffer-{n}" for n in itertools.count())
             begun = BufferWriter(next(name for name in names if not name.exists()))
