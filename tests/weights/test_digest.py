@@ -108,3 +108,17 @@ def test_weights_on_a_gpu_have_the_digest_of_their_copy(monkeypatch: pytest.Monk
         assert digest.digests_of(tensors("cuda").items()) == digest.digests_of(tensors().items())
     mixed = [("host", torch.rand(50)), ("device", torch.rand(3000, 9001, device="cuda").T)]
     assert digest_of(mixed) == digest_of((name, tensor.cpu()) for name, tensor in mixed)
+
+
+def test_a_tensor_has_the_same_digest_alone_and_among_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(digest, "CHUNK_BYTES", 2 * LEAF_BYTES)
+    lengths = (0, 1, 7, 8, LEAF_BYTES - 8, LEAF_BYTES, LEAF_BYTES + 1, 5 * LEAF_BYTES + 3, 64)
+    torch.manual_seed(0)
+    weights = {
+        f"w{length}": torch.randint(0, 256, (length,), dtype=torch.uint8) for length in lengths
+    }
+    alone = {name: digest.digests_of([(name, tensor)])[name] for name, tensor in weights.items()}
+    assert digest.digests_of(weights.items()) == alone
+    assert len(set(alone.values())) == len(lengths)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,8 +21,9 @@ FORM = "leaves-"  # the prefix names the form: digests of other forms cannot be 
 DIGEST_BYTES = 16  # length of a tensor's digest
 WORD_BYTES = 8
 LEAF_BYTES = 64 << 10
-CHUNK_BYTES = 8 << 20  # hashed by one round of operations: few rounds, and small temporary tensors
-DEVICE_CHUNK_BYTES = 32 << 20  # the same on a GPU: enough to keep all of it busy
+LEAF_WORDS = LEAF_BYTES // WORD_BYTES
+CHUNK_BYTES = 8 << 20  # summed by one round of operations: few rounds, and small temporary tensors
+DEVICE_CHUNK_BYTES = 64 << 20  # the same on a GPU: enough to keep all of it busy
 
 
 def digest_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -33,23 +34,20 @@ def digest_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
 def digests_of(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, bytes]:
     """The digest of each tensor by name.
 
-    A tensor is let go of when its operations are queued; a GPU is waited for once, at the end.
+    A tensor is let go of when a chunk of neighbours is queued; a GPU is waited for once, at the end.
     """
-    import torch
-
     headers: dict[str, bytes] = {}
-    sums: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    sums: dict[torch.device, _LeafSums] = {}
     for name, tensor in weights:
         dtype = str(tensor.dtype).removeprefix("torch.")
         headers[name] = f"{name}|{dtype}|{tuple(tensor.shape)}|".encode()
-        sums.setdefault(tensor.device, []).append((name, _leaf_sums(tensor)))
+        if tensor.device not in sums:
+            sums[tensor.device] = _LeafSums(tensor.device)
+        sums[tensor.device].add(name, _words_of(tensor))
     digests = {}
     for on_device in sums.values():
-        host = torch.cat([rows for _, rows in on_device]).cpu()
-        lengths = [len(rows) for _, rows in on_device]
-        for (name, _), rows in zip(on_device, host.split(lengths), strict=True):
-            hasher = hashlib.sha256(headers[name] + rows.numpy().astype("<i8").tobytes())
-            digests[name] = hasher.digest()[:DIGEST_BYTES]
+        for name, octets in on_device.read():
+            digests[name] = hashlib.sha256(headers[name] + octets).digest()[:DIGEST_BYTES]
     return digests
 
 
@@ -62,28 +60,66 @@ def combine_digests(tensor_digests: dict[str, bytes]) -> str:
     return FORM + hasher.hexdigest()
 
 
-def _leaf_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Two sums for each leaf of a tensor, as [leaves, 2] on its device."""
+class _LeafSums:
+    """Two sums for each leaf of the tensors of one device.
+
+    Neighbours that are small are summed together: a GPU would wait for the launches of each.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._chunk = (DEVICE_CHUNK_BYTES if device.type == "cuda" else CHUNK_BYTES) // WORD_BYTES
+        self._zeros = torch.zeros(LEAF_WORDS, dtype=torch.int64, device=device)
+        self._waiting: list[torch.Tensor] = []  # words of whole leaves that are not summed yet
+        self._num_waiting = 0
+        self._sums: list[torch.Tensor] = []
+        self._leaves: list[tuple[str, int]] = []  # of each tensor, how many
+
+    def add(self, name: str, words: torch.Tensor) -> None:
+        for part in words.split(self._chunk):
+            self._waiting.append(part)
+            if missing := -len(part) % LEAF_WORDS:  # zeros add nothing; the shape tells the length
+                self._waiting.append(self._zeros[:missing])
+            self._num_waiting += len(part) + missing
+            if self._num_waiting >= self._chunk:
+                self._sum()
+        self._leaves.append((name, -(-len(words) // LEAF_WORDS)))
+
+    def read(self) -> Iterator[tuple[str, bytes]]:
+        """The sums of each tensor, by name; waits for the device once."""
+        import torch
+
+        self._sum()
+        host = torch.cat([self._zeros[:0].view(0, 2), *self._sums]).cpu()
+        lengths = [leaves for _, leaves in self._leaves]
+        for (name, _), rows in zip(self._leaves, host.split(lengths), strict=True):
+            yield name, rows.numpy().astype("<i8").tobytes()
+
+    def _sum(self) -> None:
+        import torch
+
+        if not self._num_waiting:
+            return
+        words = self._waiting[0] if len(self._waiting) == 1 else torch.cat(self._waiting)
+        self._waiting, self._num_waiting = [], 0
+        leaves = words.view(-1, LEAF_WORDS)
+        lower, upper = _keys_on(words.device)
+        # a difference in the upper half alone could cancel itself in the first sum
+        pair = ((leaves * lower).sum(1), ((leaves >> 32) * upper).sum(1))
+        self._sums.append(torch.stack(pair, dim=1))
+
+
+def _words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes as 64-bit words; zeros fill the last one."""
     import torch
 
     octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    keys = _keys_on(tensor.device)
-    sums = [torch.empty(0, 2, dtype=torch.int64, device=tensor.device)]
-    for chunk in octets.split(DEVICE_CHUNK_BYTES if octets.is_cuda else CHUNK_BYTES):
-        if not len(chunk):
-            continue
-        whole = LEAF_BYTES if len(chunk) > LEAF_BYTES else WORD_BYTES
-        if missing := -len(chunk) % whole:  # zeros add nothing, and the shape tells the length
-            chunk = torch.nn.functional.pad(chunk, (0, missing))
-        elif chunk.storage_offset() % WORD_BYTES:  # a view that begins within a word
-            chunk = chunk.clone()
-        words = chunk.view(torch.int64)
-        leaves = words.view(-1, min(len(words), LEAF_BYTES // WORD_BYTES))
-        lower, upper = keys[:, : leaves.shape[1]]
-        # a difference in the upper half alone could cancel itself in the first sum
-        pair = ((leaves * lower).sum(1), ((leaves >> 32) * upper).sum(1))
-        sums.append(torch.stack(pair, dim=1))
-    return torch.cat(sums)
+    if missing := -len(octets) % WORD_BYTES:
+        octets = torch.nn.functional.pad(octets, (0, missing))
+    elif octets.storage_offset() % WORD_BYTES:  # a view that begins within a word
+        octets = octets.clone()
+    return octets.view(torch.int64)
 
 
 @functools.cache
