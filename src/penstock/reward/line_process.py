@@ -160,9 +160,16 @@ class ProcessPool:
     """
 
     def __init__(
-        self, command: Sequence[str], size: int, *, name: str, start_timeout_s: float
+        self,
+        command: Sequence[str],
+        size: int,
+        *,
+        name: str,
+        start_timeout_s: float,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._command, self._name, self._start_timeout_s = command, name, start_timeout_s
+        self._environment = environment
         self._slots = asyncio.Semaphore(size)
         self._idle: list[LineProcess] = []
         self._running: set[LineProcess] = set()
@@ -184,7 +191,7 @@ class ProcessPool:
     async def _start(self) -> LineProcess:
         if self._closed:
             raise RunError(f"{self._name} was closed")
-        process = await LineProcess.start(self._command, self._name)
+        process = await LineProcess.start(self._command, self._name, self._environment)
         self._running.add(process)
         try:
             hello = await process.read(self._start_timeout_s)

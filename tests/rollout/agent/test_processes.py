@@ -57,6 +57,11 @@ def names_python(task, model):
     model.chat(task.messages)
     return float(sys.executable.endswith("python-of-its-own"))
 
+def imports_helper(task, model):
+    model.chat(task.messages)
+    import helper
+    return 1.0
+
 def raises(task, model):
     model.chat(task.messages)
     raise OSError("the browser is gone")
@@ -185,6 +190,21 @@ def test_another_python_runs_the_function(file: Path, tmp_path: Path) -> None:
     task = TaskConfig(agent="nowhere.py:f", agent_options={"python": "/no/python"})
     with pytest.raises(UserError, match="python: got '/no/python'"):
         check_agent("tasks.t", task, SamplingConfig())
+
+
+def test_another_python_does_not_import_what_the_drivers_path_names(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver's packages would take the place of other versions that the agent's Python has."""
+    drivers = tmp_path / "drivers"
+    drivers.mkdir()
+    (drivers / "helper.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(drivers))
+    target = f"{file}:imports_helper"
+    (rollout,) = run(Pool(target, 1, sys.executable), 1)
+    assert "No module named 'helper'" in rollout.error
+    (rollout,) = run(Pool(target, 1), 1)  # the driver's own Python
+    assert (rollout.error, rollout.reward) == ("", 1.0)
 
 
 def test_a_command_line_gives_its_reward_as_its_last_line(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ class Pool:
             size,
             name="the agent's process",
             start_timeout_s=_START_TIMEOUT_S,
+            environment=_without_python_paths() if python else None,
         )
 
     @asynccontextmanager
@@ -109,6 +110,15 @@ class Command:
 def guarded(python: str, *words: str) -> tuple[str, ...]:
     """The command line of a process that ends, with those it starts, when this one has ended."""
     return (python, str(INSIDE), str(os.getpid()), *words)
+
+
+def _without_python_paths() -> dict[str, str]:
+    """The environment without the driver's packages, of which another Python may have other versions."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME")
+    }
 
 
 def _request(task: Task, model: Model) -> dict[str, Any]:
