@@ -128,7 +128,6 @@ def test_every_gold_answer_of_gsm8k_is_right_and_a_changed_one_is_wrong(
             assert (await reward.score(rollout(form.format(changed)), prompt(gold))).value == 0.0, (
                 gold
             )
-        assert len(reward.parts[0].reward._pool._alive) == 0  # type: ignore[attr-defined]
         await reward.close()
 
     asyncio.run(run())

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from penstock.errors import SandboxError
 from penstock.reward import sandbox
 from penstock.reward.sandbox import layers
-from penstock.reward.sandbox.host import Mode, Sandbox
+from penstock.reward.sandbox.host import Mode, Sandbox, SandboxFactory
 from penstock.reward.sandbox.inside import kernel, landlock, seccomp, wire
 from penstock.reward.sandbox.layers import Isolation, Search, find_isolation
 from penstock.reward.sandbox.self_check import check
@@ -292,6 +292,35 @@ def test_a_factory_that_dies_is_replaced() -> None:
     finally:
         pool.close()
     factory.close()  # as a thread does that finds it dead while another closes the pool
+    assert left_over() == []
+
+
+def test_a_thread_that_waits_for_a_factory_keeps_its_socket_until_it_is_woken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = make_pool("namespaces")
+    factory = SandboxFactory(pool.isolation.mode, pool.settings)
+    waiting, open_sockets = threading.Event(), list[bool]()
+
+    def receive_after_the_end(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
+        poller = select.poll()
+        poller.register(link, select.POLLRDHUP)  # a reply does not wake it
+        waiting.set()
+        poller.poll()
+        open_sockets.append(link.fileno() != -1)
+        raise wire.Closed
+
+    def spawn() -> None:
+        with pytest.raises(SandboxError, match="has ended"):
+            factory.spawn()
+
+    monkeypatch.setattr(wire, "receive", receive_after_the_end)
+    thread = threading.Thread(target=spawn)
+    thread.start()
+    waiting.wait()
+    factory.close()
+    thread.join()
+    assert open_sockets == [True]
     assert left_over() == []
 
 

@@ -6,6 +6,7 @@ Whether a solution is right is decided in `verify.py`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import glob
 import itertools
@@ -171,7 +172,7 @@ class SandboxFactory:
         self._lock = threading.Lock()
         self._closing = threading.Lock()
         self._closed = False
-        self._count = 0
+        self._counter = itertools.count(1)
         self._outside = namespaces.identities()
         self._link, theirs = socket.socketpair()
         self._link.settimeout(START_TIMEOUT_S)
@@ -200,7 +201,10 @@ class SandboxFactory:
                 start_new_session=not mode.namespaces,
                 process_group=0 if mode.namespaces else None,
             )
-        self._receive()
+        try:
+            wire.receive(self._link)
+        except (wire.Closed, TimeoutError):
+            raise SandboxError(f"the sandbox does not start: {self._last_words()}") from None
 
     def _make_plan(self) -> namespaces.Plan:
         libraries = library()
@@ -217,12 +221,6 @@ class SandboxFactory:
             scratch="/mnt" if self.mode.bubblewrap else self._folder,
         )
 
-    def _receive(self) -> dict[str, Any]:
-        try:
-            return wire.receive(self._link)[0]
-        except (wire.Closed, TimeoutError):
-            raise SandboxError(f"the sandbox does not start: {self._last_words()}") from None
-
     def _last_words(self) -> str:
         self._process.kill()
         stderr = self._process.communicate()[1].decode(errors="replace").strip()
@@ -230,18 +228,15 @@ class SandboxFactory:
 
     def spawn(self) -> Sandbox:
         """Start a sandbox and return it while it is still being set up."""
+        uid, gid = _ids_for(next(self._counter))
+        request = {"op": "spawn", "plan": asdict(self.plan), "outside": self._outside}
         ours, theirs = socket.socketpair()
-        with theirs, self._lock:
-            self._count += 1
-            uid, gid = _ids_for(self._count)
-            request = {"op": "spawn", "plan": asdict(self.plan), "outside": self._outside}
+        with theirs:
             try:
-                message = request | {"uid": uid, "gid": gid}
-                wire.send(self._link, message, [theirs.fileno()])
-                reply = self._receive()
-            except (wire.Closed, SandboxError, OSError):
+                reply = self._ask(request | {"uid": uid, "gid": gid}, [theirs.fileno()])
+            except SandboxError:
                 ours.close()
-                raise SandboxError("the sandbox factory has ended") from None
+                raise
         if "error" in reply:
             reason = _last_message(ours) or reply["error"]
             ours.close()
@@ -250,12 +245,23 @@ class SandboxFactory:
 
     def end(self, pid: int) -> None:
         """Kill a sandbox and every process in it; they end at once, and `close` waits for the last."""
+        with contextlib.suppress(
+            SandboxError
+        ):  # the factory has ended, and all its sandboxes with it
+            self._ask({"op": "end", "pid": pid})
+
+    def _ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        """The factory's reply. If there is none, the process has ended when SandboxError is raised."""
         with self._lock:
             try:
-                wire.send(self._link, {"op": "end", "pid": pid})
-                self._receive()
-            except (wire.Closed, SandboxError, OSError):
-                return  # the factory has ended, and all its sandboxes with it
+                wire.send(self._link, request, descriptors)
+                return wire.receive(self._link)[0]
+            except TimeoutError:
+                self._process.kill()
+            except (wire.Closed, OSError):
+                pass  # it ends by itself
+            self._wait_for_end()
+            raise SandboxError("the sandbox factory has ended")
 
     @property
     def alive(self) -> bool:
@@ -270,15 +276,22 @@ class SandboxFactory:
             if self._closed:
                 return
             self._closed = True
-            self._link.close()
-            try:
-                self._process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            # Wake a thread that waits for a reply, and close the socket after it has left: it would go on
+            # waiting, on whatever socket gets the same descriptor next.
+            self._link.shutdown(socket.SHUT_RDWR)
+            with self._lock:
+                self._link.close()
+            self._wait_for_end()
             assert self._process.stderr is not None
             self._process.stderr.close()
             self._scratch.remove()
+
+    def _wait_for_end(self) -> None:
+        try:
+            self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 def _last_message(link: socket.socket) -> str:
