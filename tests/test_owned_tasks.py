@@ -33,7 +33,7 @@ OWNED = {
     "rollout/agent_loop.py AgentLoop.generate_group.isolated": "awaited; its error fails the rollout",
     "rollout/producer.py Producer.run": "gathered; the first error is raised to the loop",
     "rollout/strategy.py ProduceStrategy.produce_batch": "waits for an event, cancelled at the end",
-    "run/loop.py Loop._all_steps": "the loop's TaskGroup",
+    "run/loop.py Loop.run": "the loop's TaskGroup",
     "run/loop.py Loop._publish": "the loop's TaskGroup",
     "run/session.py StopSignals.run": "awaited before it returns",
     "workers/supervise/trainer.py RankGroup._each": "gathered, the first error raised",

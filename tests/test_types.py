@@ -24,7 +24,6 @@ from penstock.types import (
     VersionSegment,
     expand_segments,
     extend_segments,
-    move,
     staleness,
 )
 
@@ -46,11 +45,14 @@ def test_every_status_has_a_row_and_archived_is_final() -> None:
 
 @given(st.sampled_from(Status), st.sampled_from(Status))
 def test_a_move_is_made_exactly_when_the_table_has_it(current: Status, target: Status) -> None:
+    rollout = make_rollout(0, status=current)
     if target in LEGAL_MOVES[current] or current is target:
-        assert move(current, target) is target
+        rollout.move_to(target)
+        assert rollout.status is target
     else:
         with pytest.raises(ValueError, match="illegal status move"):
-            move(current, target)
+            rollout.move_to(target)
+        assert rollout.status is current
 
 
 def test_a_partial_continued_under_new_weights_keeps_both_versions() -> None:

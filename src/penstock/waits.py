@@ -2,8 +2,8 @@
 
 A wait is open from the request until its answer. The watchdog (`workers/watchdog.py`) reads the open waits, the
 timeline log the closed ones; this file only counts time, on the one clock of the driver. `tell_stage` says what a part
-does while it starts; the program around the part listens. Every kind of wait has a test that makes it
-hang (`tests/workers/test_hangs.py`).
+does while it starts; the program around the part listens. `Signal` wakes those who wait for a change of state.
+Every kind of wait has a test that makes it hang (`tests/workers/test_hangs.py`).
 """
 
 from __future__ import annotations
@@ -104,8 +104,11 @@ class OpenWait:
         if kind is None or not issubclass(kind, asyncio.CancelledError):
             waits.moved_at = now
             if self.responder and (kind is None or not issubclass(kind, WorkerDied)):
-                waits.note_answer(self, now)
-        waits.tell_closed(self)
+                key = (self.responder, self.what)
+                waits.answered[key] = now
+                waits.longest[key] = max(now - self.since, waits.longest.get(key, 0.0))
+        for listener in waits.listeners:
+            listener(self)
 
 
 class Waits:
@@ -117,16 +120,12 @@ class Waits:
         self.answered: dict[tuple[str, WaitKind], float] = {}  # (responder, what) -> last time
         self.longest: dict[tuple[str, WaitKind], float] = {}  # (responder, what) -> seconds
         self.moved_at = clock()
-        self._closed: list[Callable[[OpenWait], None]] = []  # who is told of closed waits
+        self.listeners: list[Callable[[OpenWait], None]] = []  # called with every wait that closes
         self.numbers = itertools.count()
 
     def on_close(self, listener: Callable[[OpenWait], None]) -> None:
         """Call `listener` with every wait that closes from now on."""
-        self._closed.append(listener)
-
-    def tell_closed(self, wait: OpenWait) -> None:
-        for listener in self._closed:
-            listener(wait)
+        self.listeners.append(listener)
 
     def wait(self, lane: str, what: WaitKind, detail: str = "", *, responder: str = "") -> OpenWait:
         """A wait that is open inside its `with` block."""
@@ -149,11 +148,6 @@ class Waits:
         """The open waits that have a responder; for each task, the one it opened last."""
         deepest = {wait.task or number: wait for number, wait in self.open.items()}
         return [wait for wait in deepest.values() if wait.responder]
-
-    def note_answer(self, wait: OpenWait, now: float) -> None:
-        key = (wait.responder, wait.what)
-        self.answered[key] = now
-        self.longest[key] = max(now - wait.since, self.longest.get(key, 0.0))
 
 
 class WaitInOrder:
@@ -196,3 +190,37 @@ def _current_task() -> asyncio.Task[Any] | None:
         return asyncio.current_task()
     except RuntimeError:  # no loop runs here
         return None
+
+
+class Signal:
+    """A wake-up that cannot be lost.
+
+    Read `count`, look at the state, then `wait_after(count)`: a change in between returns at once.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._waiters: list[asyncio.Future[None]] = []
+        self._followers: list[Signal] = []
+
+    def forward_to(self, follower: Signal) -> None:
+        """Notify `follower` too whenever this signal is notified."""
+        self._followers.append(follower)
+
+    def notify(self) -> None:
+        self.count += 1
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        for follower in self._followers:
+            follower.notify()
+
+    async def wait_after(self, seen: int, timeout_s: float | None = None) -> None:
+        """Wait until `count` differs from `seen`, at most `timeout_s`."""
+        if self.count == seen:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await waiter

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 import numpy as np
 
 from penstock.errors import UserError
-from penstock.types import VersionSegment, WeightHandle
+from penstock.types import VersionSegment, WeightHandle, pickled_by_position
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,8 @@ Fetch = Callable[[WeightHandle], "Iterable[tuple[str, torch.Tensor]]"]  # reads 
 SetAside = Callable[[], AbstractAsyncContextManager[Any]]  # lends one engine of several, or None
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@pickled_by_position
+@dataclass(slots=True, frozen=True)
 class SamplingParams:
     """Sampling settings of one response. Log-probs are those of the distribution after all of them."""
 
@@ -42,7 +43,7 @@ class SamplingParams:
     @classmethod
     def from_config(cls, config: SamplingConfig, **changes: Any) -> Self:
         """The fields of [sampling], overridden by `changes`."""
-        settings = {
+        configured = {
             "temperature": config.temperature,
             "top_k": config.top_k,
             "top_p": config.top_p,
@@ -50,35 +51,11 @@ class SamplingParams:
             "max_tokens": config.max_tokens,
             "stop": tuple(config.stop),
         }
-        return cls(**{**settings, **changes})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as positions: a run sends thousands a second, and dataclasses pickle by name."""
-        numbers = (self.temperature, self.top_k, self.top_p, self.min_tokens, self.max_tokens)
-        return _make_sampling, (*numbers, self.stop_token_ids, self.stop)
+        return cls(**{**configured, **changes})
 
 
-def _make_sampling(
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    least: int,
-    most: int,
-    stop_token_ids: tuple[int, ...],
-    stop: tuple[str, ...],
-) -> SamplingParams:
-    return SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_tokens=least,
-        max_tokens=most,
-        stop_token_ids=stop_token_ids,
-        stop=stop,
-    )
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
+@pickled_by_position
+@dataclass(slots=True, frozen=True)
 class GenerationRequest:
     """One response to sample; a partial rollout continues after its `response_ids`."""
 
@@ -93,21 +70,9 @@ class GenerationRequest:
         """The most tokens this request can hold, prompt and response."""
         return len(self.prompt_ids) + self.sampling.max_tokens
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as positions, like the sampling."""
-        fields = (self.request_id, self.prompt_ids, self.sampling, self.seed, self.response_ids)
-        return _make_request, fields
 
-
-def _make_request(
-    name: str, prompt: np.ndarray, sampling: SamplingParams, seed: int, response: np.ndarray
-) -> GenerationRequest:
-    return GenerationRequest(
-        request_id=name, prompt_ids=prompt, sampling=sampling, seed=seed, response_ids=response
-    )
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
+@pickled_by_position
+@dataclass(slots=True, frozen=True)
 class Generation:
     """The NEW tokens of a request (those after its `response_ids`), however it ended."""
 
@@ -117,29 +82,6 @@ class Generation:
     segments: tuple[VersionSegment, ...]  # versions of the new tokens
     finish_reason: FinishReason
     error: str = ""  # the cause, if finish_reason is "error"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as positions, like requests."""
-        tokens = (self.token_ids, self.logprobs, self.segments)
-        return _make_generation, (self.request_id, *tokens, self.finish_reason, self.error)
-
-
-def _make_generation(
-    name: str,
-    ids: np.ndarray,
-    logprobs: np.ndarray,
-    segments: tuple[VersionSegment, ...],
-    reason: FinishReason,
-    error: str,
-) -> Generation:
-    return Generation(
-        request_id=name,
-        token_ids=ids,
-        logprobs=logprobs,
-        segments=segments,
-        finish_reason=reason,
-        error=error,
-    )
 
 
 class Generations(list[Generation]):
@@ -173,10 +115,8 @@ def _split_generations(
     ids, logprobs = np.frombuffer(id_bytes, np.int32), np.frombuffer(logprob_bytes, np.float32)
     generations, start = Generations(), 0
     for name, length, segments, reason, error in rows:
-        span = slice(start, start := start + length)
-        generations.append(
-            _make_generation(name, ids[span], logprobs[span], segments, reason, error)
-        )
+        place = slice(start, start := start + length)
+        generations.append(Generation(name, ids[place], logprobs[place], segments, reason, error))
     return generations
 
 

@@ -170,7 +170,9 @@ class VerifiableReward(Reward):
 
     def _sum(self, scores: Sequence[Score]) -> Score:
         if len(scores) == 1 and not scores[0].parts:
-            return _sum_of_one(self.parts[0], scores[0])
+            part, score = self.parts[0], scores[0]  # as most tasks have it
+            verdict = (score.format_ok, score.answer_ok, score.note, score.parsed, score.tests or ())
+            return Score(0.0 + part.weight * score.value, {part.name: score.value}, *verdict)
         value, parts, notes = 0.0, dict[str, float](), list[str]()
         for part, score in zip(self.parts, scores, strict=True):
             value += part.weight * score.value
@@ -201,12 +203,6 @@ class VerifiableReward(Reward):
 def _close_wait(wait: OpenWait, call: asyncio.Future[Any]) -> None:
     fault = asyncio.CancelledError() if call.cancelled() else call.exception()
     wait.__exit__(None if fault is None else type(fault))
-
-
-def _sum_of_one(part: Part, score: Score) -> Score:
-    """The sum of one part without parts of its own, as most tasks have it."""
-    judged = (score.format_ok, score.answer_ok, score.note, score.parsed, score.tests or ())
-    return Score(0.0 + part.weight * score.value, {part.name: score.value}, *judged)
 
 
 def _all_of(judged: Sequence[bool | None]) -> bool | None:

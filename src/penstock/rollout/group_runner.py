@@ -26,9 +26,9 @@ from penstock.errors import EnginesLost, PenstockError, RunError, TooManyFailure
 from penstock.rollout.agent_loop import AgentLoop
 from penstock.rollout.progress import ProduceProgress, TaskAccount
 from penstock.rollout.replay_buffer import ReplayBuffer
-from penstock.rollout.signal import Signal
 from penstock.store.journal import Journal
 from penstock.types import Group, Rollout, Status
+from penstock.waits import Signal
 
 IsValidSample = Callable[[list[Rollout]], bool]
 
@@ -65,7 +65,7 @@ class ProduceContext:
     @property
     def target_abs(self) -> int:
         """The groups that the task owes since the start of the run."""
-        return self.progress.target(self.task_name)
+        return self.progress.target_samples[self.task_name]
 
     def should_abort(self) -> bool:
         """Whether new weights or a pause ask for the end of `produce_batch`."""
@@ -82,7 +82,7 @@ class ProduceContext:
 
     async def available_count(self) -> int:
         """Count the groups that were trained or are completed, to compare with `target_abs`."""
-        return self.progress.consumed(self.task_name) + self.completed()
+        return self.progress.consumed_samples[self.task_name] + self.completed()
 
     # -- for a strategy that generates by itself ------------------------------------------------
 

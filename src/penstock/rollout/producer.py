@@ -27,11 +27,10 @@ from penstock.rollout.progress import (
     TaskSnapshot,
 )
 from penstock.rollout.replay_buffer import ReplayBuffer
-from penstock.rollout.signal import Signal
 from penstock.rollout.strategy import ProduceBatchStatus, ProduceStrategy
 from penstock.store.journal import InFlightRecord, Journal
 from penstock.types import Batch, Group, Status, staleness
-from penstock.waits import WaitKind, Waits, loop_time
+from penstock.waits import Signal, WaitKind, Waits, loop_time
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -55,15 +54,8 @@ class _TaskState:
         self.runner = task.strategy.runner
         self.ctx = ctx
         self.exhausted: PromptsExhausted | None = None  # set when no fresh prompt is left
-        self.idle_since_change: int | None = None  # the change count that the task sleeps on
+        self.idle_since_change: int | None = None  # the change count that it waits to see followed
         self._num_skipped_long = task.num_skipped_long
-
-    def exhaust(self, ended: PromptsExhausted) -> None:
-        self.exhausted = ended
-
-    def idle(self, since_change: int | None) -> None:
-        """Note the change that the task waits to see followed; None: it waits no longer."""
-        self.idle_since_change = since_change
 
     def needs_weights(self, step: int) -> bool:
         """Whether groups of the weights in force would be too old for a step."""
@@ -116,7 +108,7 @@ class _TaskState:
         return TaskSnapshot(
             name=self.name,
             drawn=runner.drawn,
-            trained=self.ctx.progress.consumed(self.name),
+            trained=self.ctx.progress.consumed_samples[self.name],
             buffered=sum(counts.values()) - counts[Status.INIT],
             in_flight=self.strategy.pending_task_count() + counts[Status.INIT],
             dropped=dict(runner.dropped),
@@ -248,7 +240,7 @@ class Producer:
         try:
             status = await task.strategy.produce_batch(ctx)
         except PromptsExhausted as ended:
-            task.exhaust(ended)
+            task.exhausted = ended
             return "nothing: it has no prompts left"
         if status is ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT:
             return ""
@@ -273,12 +265,12 @@ class Producer:
 
     async def _idle(self, task: _TaskState, seen: int, what: str) -> None:
         """Wait until something has changed since `seen`."""
-        task.idle(seen)
+        task.idle_since_change = seen
         self._measure_idle_time()
         who = f"produce {task.name}"
         with self._waits.wait(who, WaitKind.WAIT, what):
             await self._changed.wait_after(seen)
-        task.idle(None)
+        task.idle_since_change = None
         self._measure_idle_time()
 
     def _measure_idle_time(self) -> None:

@@ -51,7 +51,7 @@ from penstock.store.space import available_mib
 from penstock.training.algo.method import run_settings
 from penstock.training.algo.settings import keep_group
 from penstock.types import Batch, Rollout, StepReport
-from penstock.waits import WaitKind, Waits
+from penstock.waits import Waits
 from penstock.workers import LAUNCHERS
 from penstock.workers.colocated import ColocatedTrainer
 from penstock.workers.control import Control
@@ -99,10 +99,6 @@ class Job:
     @property
     def waits(self) -> Waits:
         return self.workers.events.waits
-
-    async def take_batch(self, step: int) -> Batch:
-        with self.waits.wait("loop", WaitKind.WAIT, f"groups of step {step}"):
-            return await self.source.take_batch(step)
 
     def log_step(self, batch: Batch, report: StepReport) -> None:
         """Look for findings, and give the metrics and some samples of a step to whoever shows them."""

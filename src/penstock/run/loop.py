@@ -20,7 +20,7 @@ from penstock.engine.protocol import InferenceEngine
 from penstock.errors import RunError, StopRequested
 from penstock.run.job import Job
 from penstock.types import Batch, StepReport, WeightHandle
-from penstock.waits import loop_time
+from penstock.waits import WaitKind, loop_time
 
 
 class Loop:
@@ -36,32 +36,31 @@ class Loop:
 
     async def run(self) -> None:
         """Train to the end. Waits for: groups, the trainer, the journal. Woken by: each of them."""
+        job = self._job
         try:
-            await self._all_steps()
+            async with asyncio.TaskGroup() as self._tasks:
+                producing = self._tasks.create_task(job.source.run(), name="produce")
+                if self._evaluation_due():  # a resumed run evaluates what it had not yet
+                    await self._start_evaluation()
+                while self.step < job.total_steps:
+                    await self._one_step(self.step + 1)
+                await self._settle()
+                await job.evaluations.finished()
+                producing.cancel()
+            job.status.doing("done")
         finally:
             await self._end_update()
-
-    async def _all_steps(self) -> None:
-        job = self._job
-        async with asyncio.TaskGroup() as self._tasks:
-            producing = self._tasks.create_task(job.source.run(), name="produce")
-            if self._evaluation_due():  # a resumed run evaluates what it had not yet
-                await self._start_evaluation()
-            while self.step < job.total_steps:
-                await self._one_step(self.step + 1)
-            await self._settle()
-            await job.evaluations.finished()
-            producing.cancel()
-        job.status.doing("done")
 
     async def _one_step(self, step: int) -> None:
         job, started = self._job, loop_time()
         job.status.doing(f"waiting for the groups of step {step}")
-        batch = await job.take_batch(step)
+        with job.waits.wait("loop", WaitKind.WAIT, f"groups of step {step}"):
+            batch = await job.source.take_batch(step)
         waited = loop_time() - started
+        publishes = job.config.publishes_after(step, job.total_steps)
         if job.config.launch.colocate:
             await self._settle()  # an evaluation cannot run while the engines sleep
-            if self._publishes(step):  # engines that sleep cannot finish or abort a response
+            if publishes:  # engines that sleep cannot finish or abort a response
                 await self._pause_producer()
         tokens = 0 if job.engine is None else (await job.engine.stats()).tokens_generated
         job.status.doing(f"training step {step}")
@@ -69,7 +68,7 @@ class Loop:
         self._training = asyncio.create_task(updating, name=f"train step {step}")
         # a stop never parts an update from its commit
         report = await asyncio.shield(self._training)
-        if job.engine is not None and self._publishes(step):
+        if job.engine is not None and publishes:
             await self._publish(job.engine)
         job.log_step(batch, report)
         if self._evaluation_due():
@@ -118,9 +117,6 @@ class Loop:
         on_update = self._job.config.sync.on_update
         if on_update != "keep":
             await self._job.source.pause(abort=on_update == "abort")
-
-    def _publishes(self, step: int) -> bool:
-        return self._job.config.publishes_after(step, self._job.total_steps)
 
     async def _start_evaluation(self) -> None:
         waits = self._job.config.eval.blocking

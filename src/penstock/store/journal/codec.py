@@ -16,7 +16,7 @@ from zlib import crc32
 import numpy as np
 
 from penstock.errors import JournalDamaged, RunError
-from penstock.types import Prompt, Rollout, Row, Score, Status, VersionSegment
+from penstock.types import Prompt, Rollout, Row, Score, Status, VersionSegment, bytes_of
 
 CODEC_VERSION = 1
 
@@ -39,7 +39,7 @@ def encode_rollout(rollout: Rollout, *, text: str, key: str) -> bytes:
     The checksum covers the text and the key of the payload.
     """
     tail, flags = _tail(rollout), 0
-    arrays = [_little(rollout.response_ids, _IDS), _little(rollout.logprobs, _LOGPROBS)]
+    arrays = [bytes_of(rollout.response_ids, _IDS), bytes_of(rollout.logprobs, _LOGPROBS)]
     if rollout.loss_mask.all():
         flags |= _ALL_TRAINED
     else:
@@ -64,7 +64,7 @@ def encode_rollout(rollout: Rollout, *, text: str, key: str) -> bytes:
 
 def _encode_rows(rows: Sequence[Row]) -> bytes:
     heads = [_ROW.pack(len(row.prompt_ids), row.length) for row in rows]
-    prompts = [_little(row.prompt_ids, _IDS) for row in rows]
+    prompts = [bytes_of(row.prompt_ids, _IDS) for row in rows]
     return b"".join((_COUNT.pack(len(rows)), *heads, *prompts))
 
 
@@ -79,10 +79,6 @@ def _decode_rows(data: bytes, at: int) -> tuple[tuple[Row, ...], int]:
         rows.append(Row(np.frombuffer(data, "<i4", prompt_tokens, at).astype(np.int32), length))
         at += 4 * prompt_tokens
     return tuple(rows), at
-
-
-def _little(array: np.ndarray, dtype: np.dtype) -> bytes:
-    return (array if array.dtype is dtype else array.astype(dtype)).tobytes()
 
 
 def decode_rollout(data: bytes, rollout_id: str, prompt: Prompt, *, text: str, key: str) -> Rollout:

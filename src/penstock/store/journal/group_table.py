@@ -152,12 +152,12 @@ class GroupTable:
         db.execute("ROLLBACK TO move")
         for row in rows:  # one by one, to find it
             if db.execute(update, row).rowcount != 1:
-                found, allowed = self._found(row[-1]), " or ".join(_FROM[kind])
+                state, allowed = self._state_of(row[-1]), " or ".join(_FROM[kind])
                 raise RunError(
-                    f"journal: {who}group {row[-1]} is {kind}: got {found}, allowed: {allowed}"
+                    f"journal: {who}group {row[-1]} is {kind}: got {state}, allowed: {allowed}"
                 )
 
-    def _found(self, group_id: str) -> str:
+    def _state_of(self, group_id: str) -> str:
         """Say where a group is, as far as a move needs it."""
         row = self.db.execute(
             "SELECT place, status, step, num_rollouts FROM group_rows WHERE group_id = ?",

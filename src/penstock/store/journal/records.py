@@ -224,10 +224,10 @@ class StepCommitted:
         if begun is None or begun[2] is not None:
             state = "was never begun" if begun is None else "is committed already"
             raise RunError(f"journal: step {step} is committed, but it {state}")
-        given = [group_id for group_id, _ in report.trained]
-        if given and given != json.loads(begun[1]):
+        trained = [group_id for group_id, _ in report.trained]
+        if trained and trained != json.loads(begun[1]):
             raise RunError(
-                f"journal: step {step}: the trainer trained {', '.join(given)}, allowed: its batch "
+                f"journal: step {step}: the trainer trained {', '.join(trained)}, allowed: its batch "
                 f"{', '.join(json.loads(begun[1]))}"
             )
         return begun[0], begun[1]

@@ -52,26 +52,25 @@ class Writer:
 
     def submit(self, item: Record | Waiter) -> None:
         """Queue a record, which becomes durable later, or one who waits for those before."""
-        self._check()
+        if self._fault is not None:
+            raise self._fault
+        if self._closed:
+            raise RunError(f"journal {self._path}: it is closed")
         self._queue.put(item)
+        if self._thread is None and isinstance(item, _WAITERS):
+            self._drain(block=False)
 
     def durable(self) -> asyncio.Future[None]:
         """A future that is done when every record submitted so far is committed."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.submit(done)
-        self._drain_unless_threaded()
         return done
 
     def wait_durable(self) -> None:
         """Do the same as `durable()`, for callers without an event loop."""
         done: Future[None] = Future()
         self.submit(done)
-        self._drain_unless_threaded()
         done.result()
-
-    def _drain_unless_threaded(self) -> None:
-        if self._thread is None:
-            self._drain(block=False)
 
     def close(self) -> None:
         """Write the queued records and end the thread; safe to call twice."""
@@ -81,16 +80,11 @@ class Writer:
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join()
-        self._drain_unless_threaded()
+        else:
+            self._drain(block=False)
         self._database.close()
         if self._fault is not None:
             raise self._fault
-
-    def _check(self) -> None:
-        if self._fault is not None:
-            raise self._fault
-        if self._closed:
-            raise RunError(f"journal {self._path}: it is closed")
 
     def _run(self) -> None:
         while self._drain(block=True):
