@@ -91,7 +91,11 @@ class OpenWait:
 
     def __enter__(self) -> OpenWait:
         waits = self.waits
-        self.since, self.task = waits.clock(), _current_task()
+        self.since = waits.clock()
+        try:
+            self.task = asyncio.current_task()
+        except RuntimeError:  # no loop runs here
+            self.task = None
         self.number = next(waits.numbers)
         waits.open[self.number] = self
         return self
@@ -183,13 +187,6 @@ class WaitInOrder:
         if self._asked_since and fault is None:
             with contextlib.suppress(PenstockError):  # the responder was closed: nobody waits
                 self.asked(detail, answered)
-
-
-def _current_task() -> asyncio.Task[Any] | None:
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # no loop runs here
-        return None
 
 
 class Signal:

@@ -270,8 +270,8 @@ def test_raw_rewards_are_counted_before_filtering_and_read_once(
         with pytest.raises(RuntimeError, match="refused 1 groups in a row"):
             await task
         metrics = stage.progress.read_metrics()["t"]
-        assert (metrics["raw_rewards_sum"], metrics["raw_rewards_count"]) == (1.0, 2.0)
-        assert stage.progress.read_metrics()["t"]["raw_rewards_count"] == 0
+        assert (metrics["reward_sum"], metrics["reward_count"]) == (1.0, 2.0)
+        assert stage.progress.read_metrics()["t"]["reward_count"] == 0
 
     on_virtual_time(main)
 

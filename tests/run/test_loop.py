@@ -13,6 +13,7 @@ from penstock.engine.protocol import EngineStats
 from penstock.errors import RunError
 from penstock.run.loop import Loop
 from penstock.types import Batch, StepReport, WeightHandle
+from penstock.waits import Waits
 
 NO_EVALUATION = ["eval.at_start=false", "eval.every_steps=0", "sync.every_steps=5", "train.steps=9"]
 
@@ -40,13 +41,13 @@ def test_no_engine_is_asked_between_an_update_and_its_commit() -> None:
     job = SimpleNamespace(
         config=load_config(None, NO_EVALUATION).config,
         total_steps=9,
-        take_batch=noted("take", Batch(step=1, groups=())),
+        waits=Waits(),
         engine=SimpleNamespace(stats=noted("stats", stats)),
         trainer=SimpleNamespace(
             train=noted("train", StepReport(step=1, policy_version=1, digest="d"))
         ),
         source=SimpleNamespace(
-            snapshot=lambda: SimpleNamespace(producer_wait_s=0.0),
+            take_batch=noted("take", Batch(step=1, groups=())),
             read_metrics=lambda: {"produced/groups": 3.0},
         ),
         journal=SimpleNamespace(commit_step=commit),

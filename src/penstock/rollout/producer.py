@@ -55,7 +55,7 @@ class _TaskState:
         self.ctx = ctx
         self.exhausted: PromptsExhausted | None = None  # set when no fresh prompt is left
         self.idle_since_change: int | None = None  # the change count that it waits to see followed
-        self._num_skipped_long = task.num_skipped_long
+        self.num_skipped_long = task.num_skipped_long
 
     def needs_weights(self, step: int) -> bool:
         """Whether groups of the weights in force would be too old for a step."""
@@ -90,17 +90,6 @@ class _TaskState:
             group.abort_unfinished()
         group.tries = record.tries
         self.put_back(group)
-
-    def read_metrics(self, counted: dict[str, float]) -> dict[str, float]:
-        """The figures of the task since the last call; `counted` is its share of the progress."""
-        return {
-            "samples": counted["produced_samples"],
-            "tokens": counted["produced_tokens"],
-            "reward_sum": counted["raw_rewards_sum"],
-            "reward_count": counted["raw_rewards_count"],
-            "prompts_skipped_long": float(self._num_skipped_long),
-            **self.runner.account.read(self.runner.counters),
-        }
 
     def snapshot(self) -> TaskSnapshot:
         buffer, runner = self.ctx.replay_buffer, self.runner
@@ -158,7 +147,8 @@ class Producer:
         self._step_waits_for = ""  # what the next step still needs, while it waits
         self._step_since = 0.0  # when that wait began
         self._idle_since: float | None = None
-        self._idle_s = 0.0
+        self._idle_s = 0.0  # over the run, without the idle time that lasts still
+        self._idle_read_s = 0.0  # the idle time when the metrics were read
         self._pause_s = 0.0  # since the metrics were read
 
     def _new_shares(self, first_step: int = 1) -> TaskShares:
@@ -286,6 +276,10 @@ class Producer:
             self._idle_s += now - self._idle_since
             self._idle_since = None
 
+    def _idle_now(self, now: float) -> float:
+        """How long the idle time that lasts still has lasted."""
+        return 0.0 if self._idle_since is None else now - self._idle_since
+
     def weights_updated(self, version: int) -> None:
         """Tell the producer which version the engines have confirmed; a second time changes nothing."""
         if version < self.model_version:
@@ -412,12 +406,11 @@ class Producer:
     def snapshot(self) -> ProducerSnapshot:
         """The counts of groups by state, and the open waits with their durations."""
         now = self._clock()
-        idle_now = 0.0 if self._idle_since is None else now - self._idle_since
         shares = self._shares.at(self.progress.next_consumer_step)
         return ProducerSnapshot(
             tasks=tuple(task.snapshot() for task in self._tasks),
             waits=tuple(self._open_waits(now)),
-            producer_wait_s=self._idle_s + idle_now,
+            producer_wait_s=self._idle_s + self._idle_now(now),
             next_step=self.progress.next_consumer_step,
             model_version=self.model_version,
             paused=self._paused,
@@ -439,10 +432,21 @@ class Producer:
 
     def read_metrics(self) -> dict[str, float]:
         """The metrics of the producing side since the last call, before any filter."""
-        metrics = {"time/pause_s": self._pause_s}
-        self._pause_s = 0.0
+        waited = self._idle_s + self._idle_now(self._clock())
+        metrics = {
+            "time/pause_s": self._pause_s,
+            "time/producer_wait_s": waited - self._idle_read_s,
+        }
+        self._pause_s, self._idle_read_s = 0.0, waited
         counted = self.progress.read_metrics()
-        by_task = {task.name: task.read_metrics(counted[task.name]) for task in self._tasks}
+        by_task = {
+            task.name: {
+                **counted[task.name],
+                "prompts_skipped_long": float(task.num_skipped_long),
+                **task.runner.account.read(task.runner.counters),
+            }
+            for task in self._tasks
+        }
         for name, key in (("groups", "produced/groups"), ("tokens", "produced/tokens")):
             metrics[key] = sum(figures[name] for figures in by_task.values())
         metrics["time/produce_s"] = sum(figures["produce_s"] for figures in by_task.values())

@@ -20,7 +20,12 @@ from penstock.errors import UserError
 from penstock.types import Group, Status
 
 EVENTS = ("retried", "failed", "aborted", "expired", "filtered", "tail_calls", "pause_timeouts")
-_METRICS = ("raw_rewards_sum", "raw_rewards_count", "produced_samples", "produced_tokens")
+_METRICS = {  # field of the progress -> the name of its figure
+    "raw_rewards_sum": "reward_sum",
+    "raw_rewards_count": "reward_count",
+    "produced_samples": "samples",
+    "produced_tokens": "tokens",
+}
 _COUNTS = ("consumed_samples", "target_samples", "target_upto")
 
 
@@ -114,7 +119,7 @@ class ProduceProgress:
     def read_metrics(self) -> dict[str, dict[str, float]]:
         """What was counted since the last call, by task, and reset it."""
         figures = {
-            task: {name: float(getattr(self, name)[task]) for name in _METRICS}
+            task: {name: float(getattr(self, counted)[task]) for counted, name in _METRICS.items()}
             for task in self.consumed_samples
         }
         for name in _METRICS:

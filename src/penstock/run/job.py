@@ -73,6 +73,9 @@ class Job:
     folder: RunFolder
     total_steps: int
     workers: Workers
+    engine: InferenceEngine | None  # the engines as one engine; None if the run generates nothing
+    trainer: RestartingTrainer | ColocatedTrainer
+    waits: Waits
     source: BatchSource
     status: Status
     notes: Notes
@@ -86,19 +89,6 @@ class Job:
     tracker: Fanout
     facts: dict[str, str] = field(default_factory=dict)  # what the run depends on (identity.py)
     start_report: list[str] = field(default_factory=list)  # how long each worker's stages took
-
-    @property
-    def trainer(self) -> RestartingTrainer | ColocatedTrainer:
-        return self.workers.trainer
-
-    @property
-    def engine(self) -> InferenceEngine | None:
-        """The engines as one engine; None if the run generates nothing."""
-        return self.workers.engine
-
-    @property
-    def waits(self) -> Waits:
-        return self.workers.events.waits
 
     def log_step(self, batch: Batch, report: StepReport) -> None:
         """Look for findings, and give the metrics and some samples of a step to whoever shows them."""
@@ -255,6 +245,9 @@ def join_parts(
         folder=folder,
         total_steps=total_steps,
         workers=workers,
+        engine=workers.engine,
+        trainer=workers.trainer,
+        waits=base.waits,
         source=source,
         status=status,
         notes=base.notes,

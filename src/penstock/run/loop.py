@@ -32,7 +32,7 @@ class Loop:
         self._tasks: asyncio.TaskGroup
         self._training: asyncio.Task[StepReport] | None = None
         self._updating: asyncio.Task[None] | None = None
-        self._tokens_before, self._waited_before = 0, 0.0
+        self._tokens_before = 0
 
     async def run(self) -> None:
         """Train to the end. Waits for: groups, the trainer, the journal. Woken by: each of them."""
@@ -140,17 +140,15 @@ class Loop:
     def _with_times(
         self, report: StepReport, tokens: int, started: float, waited: float
     ) -> StepReport:
-        producer_waited = self._job.source.snapshot().producer_wait_s
         times = {
             "policy_version": float(report.policy_version),
             "tokens/generated": float(max(0, tokens - self._tokens_before)),  # 0: engine restarted
             "time/step_s": loop_time() - started,
             "time/consumer_wait_s": waited,
-            "time/producer_wait_s": producer_waited - self._waited_before,
             "workers/restarts": float(self._job.workers.restarts),
             **self._job.source.read_metrics(),
         }
-        self._tokens_before, self._waited_before = tokens, producer_waited
+        self._tokens_before = tokens
         return replace(report, metrics={**report.metrics, **times})
 
     def _evaluation_due(self) -> bool:

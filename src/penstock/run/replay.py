@@ -268,8 +268,8 @@ class RecordedBatches:
         """Do nothing: no group is generated."""
 
     def read_metrics(self) -> dict[str, float]:
-        """Nothing: no group is produced."""
-        return {}
+        """No group is produced, and no producer waits."""
+        return {"time/producer_wait_s": 0.0}
 
     def snapshot(self) -> ProducerSnapshot:
         return ProducerSnapshot(

@@ -57,19 +57,21 @@ class Writer:
         if self._closed:
             raise RunError(f"journal {self._path}: it is closed")
         self._queue.put(item)
-        if self._thread is None and isinstance(item, _WAITERS):
-            self._drain(block=False)
 
     def durable(self) -> asyncio.Future[None]:
         """A future that is done when every record submitted so far is committed."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.submit(done)
+        if self._thread is None:
+            self._drain(block=False)
         return done
 
     def wait_durable(self) -> None:
         """Do the same as `durable()`, for callers without an event loop."""
         done: Future[None] = Future()
         self.submit(done)
+        if self._thread is None:
+            self._drain(block=False)
         done.result()
 
     def close(self) -> None:
