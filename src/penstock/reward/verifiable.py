@@ -171,7 +171,13 @@ class VerifiableReward(Reward):
     def _sum(self, scores: Sequence[Score]) -> Score:
         if len(scores) == 1 and not scores[0].parts:
             part, score = self.parts[0], scores[0]  # as most tasks have it
-            verdict = (score.format_ok, score.answer_ok, score.note, score.parsed, score.tests or ())
+            verdict = (
+                score.format_ok,
+                score.answer_ok,
+                score.note,
+                score.parsed,
+                score.tests or (),
+            )
             return Score(0.0 + part.weight * score.value, {part.name: score.value}, *verdict)
         value, parts, notes = 0.0, dict[str, float](), list[str]()
         for part, score in zip(self.parts, scores, strict=True):
