@@ -57,6 +57,13 @@ class _TaskState:
         self.idle_since_change: int | None = None  # the change count that it waits to see followed
         self.num_skipped_long = task.num_skipped_long
 
+    def exhaust(self, ended: PromptsExhausted) -> None:
+        self.exhausted = ended
+
+    def idle(self, since_change: int | None) -> None:
+        """Note the change that the task waits to see followed; None: it waits no longer."""
+        self.idle_since_change = since_change
+
     def needs_weights(self, step: int) -> bool:
         """Whether groups of the weights in force would be too old for a step."""
         version = self.ctx.model_step
@@ -230,7 +237,7 @@ class Producer:
         try:
             status = await task.strategy.produce_batch(ctx)
         except PromptsExhausted as ended:
-            task.exhausted = ended
+            task.exhaust(ended)
             return "nothing: it has no prompts left"
         if status is ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT:
             return ""
@@ -255,12 +262,12 @@ class Producer:
 
     async def _idle(self, task: _TaskState, seen: int, what: str) -> None:
         """Wait until something has changed since `seen`."""
-        task.idle_since_change = seen
+        task.idle(seen)
         self._measure_idle_time()
         who = f"produce {task.name}"
         with self._waits.wait(who, WaitKind.WAIT, what):
             await self._changed.wait_after(seen)
-        task.idle_since_change = None
+        task.idle(None)
         self._measure_idle_time()
 
     def _measure_idle_time(self) -> None:
