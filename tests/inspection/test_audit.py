@@ -19,8 +19,7 @@ from penstock.rollout.agent.single_turn import SingleTurn
 from penstock.rollout.replay_buffer import ReplayBuffer
 from penstock.run.twin.virtual_time import VirtualClock
 from penstock.store.journal import Journal
-from penstock.store.journal.checks import CHECKED, expression
-from penstock.store.journal.schema import open_database
+from penstock.store.journal.schema import CHECKED, expression, open_database
 from penstock.store.run_folder import RunFolder
 from penstock.types import Batch, StepReport
 from stages.fake_engine import FakeEngine

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from penstock.reward.code import python_block
 from penstock.reward.equality import decide
-from penstock.reward.extraction import boxed_answer, python_block, tagged_answer
+from penstock.reward.math_answer import boxed_answer, tagged_answer
 from penstock.reward.math_pool import Comparison, MathPool
 
 # (right answer, given answer, equal): decided without any worker process

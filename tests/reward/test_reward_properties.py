@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from penstock.config import RewardConfig
 from penstock.reward import VerifiableReward, build_reward
+from penstock.reward.code import python_block
 from penstock.reward.equality import decide
-from penstock.reward.extraction import boxed_answer, python_block, tagged_answer
+from penstock.reward.math_answer import boxed_answer, tagged_answer
 from penstock.reward.math_pool import Comparison, MathPool
 from stages.reward_samples import prompt, rollout, tagged
 

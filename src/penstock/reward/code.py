@@ -7,6 +7,8 @@ answer make the rollout fail; only a verdict gives a value.
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Literal
@@ -14,14 +16,17 @@ from typing import Literal
 from pydantic import Field
 
 from penstock.config.secrets import from_environment
-from penstock.reward.extraction import Extract, python_block
-from penstock.reward.protocol import Reward, ValueOptions
+from penstock.reward.protocol import Extract, Reward, ValueOptions
 from penstock.reward.sandbox.client import TOKEN_VARIABLE, VerificationClient
 from penstock.reward.sandbox.inside.judging import PASS
 from penstock.reward.sandbox.pool import SandboxPool
 from penstock.reward.sandbox.settings import SandboxSettings
 from penstock.reward.sandbox.verify import Verdict, read_tests, verify
 from penstock.types import Prompt, Rollout, Score
+
+# possessive repeats, so that no text of a model takes more than linear time
+_FENCE = re.compile(r"(?P<fence>`{3,}+|~{3,}+)\s*+(?P<language>[^\s`{]*+)[^`]*+$")
+_PYTHON = frozenset({"python", "python3", "py", "py3"})
 
 
 class CodeOptions(ValueOptions):
@@ -129,3 +134,26 @@ def _note(verdict: Verdict) -> str:
     reason = str(verdict.metadata[index].get("note", ""))[:200]
     passed = verdict.result.count(PASS)
     return f"{passed} of {len(verdict.result)} tests pass; test {index}: {reason}"
+
+
+def python_block(text: str) -> Extract:
+    """The last fenced python block; without one, the last fence that names no language."""
+    blocks = list(_fenced_blocks(text))
+    python = [body for language, body in blocks if language in _PYTHON]
+    candidates = python or [body for language, body in blocks if not language]
+    if not candidates:
+        return Extract(None, False, "no fenced python block")
+    return Extract(candidates[-1], True)
+
+
+def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
+    fence, language, body = "", "", list[str]()
+    for line in text.split("\n"):
+        bare = line.strip()
+        if fence and bare.startswith(fence) and not bare.strip(fence[0]):
+            yield language, "\n".join(body) + "\n"
+            fence = ""
+        elif fence:
+            body.append(line)
+        elif match := _FENCE.match(bare):
+            fence, language, body = match["fence"], match["language"].lower(), []

@@ -6,16 +6,21 @@ Text and plain numbers are compared at once; other pairs go to worker processes 
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import Field
 
 from penstock.errors import RewardError
 from penstock.reward.equality import decide
-from penstock.reward.extraction import Extract, boxed_answer, tagged_answer
 from penstock.reward.math_pool import MathPool
-from penstock.reward.protocol import Reward, ValueOptions
+from penstock.reward.protocol import Extract, Reward, ValueOptions
 from penstock.types import Prompt, Rollout, Score
+
+# possessive repeats, so that no text of a model takes more than linear time
+_BOX_OR_BRACE = re.compile(
+    r"(?<!\\)\\++boxed\s*+\{|\\.|[{}]", re.DOTALL
+)  # an escaped brace is content
 
 
 class AnswerOptions(ValueOptions):
@@ -119,3 +124,50 @@ class Boxed(MathAnswer):
 
     def extract(self, text: str) -> Extract:
         return boxed_answer(text)
+
+
+def tagged_answer(text: str, think_tag: str = "think", answer_tag: str = "answer") -> Extract:
+    """The text of the last answer tag. Required: each tag once, in order, no text after."""
+    tags = [f"<{answer_tag}>", f"</{answer_tag}>"]
+    if think_tag:
+        tags = [f"<{think_tag}>", f"</{think_tag}>", *tags]
+    note = _tag_fault(text, tags)
+    return Extract(_last_between(text, tags[-2], tags[-1]), not note, note)
+
+
+def _tag_fault(text: str, tags: list[str]) -> str:
+    for tag in tags:
+        count = text.count(tag)
+        if count != 1:
+            return f"{tag} appears {count} times, allowed: once"
+    positions = [text.index(tag) for tag in tags]
+    if positions != sorted(positions):
+        return f"tags are out of order, allowed: {' '.join(tags)}"
+    if not text.rstrip().endswith(tags[-1]):
+        return f"text after {tags[-1]}"
+    return ""
+
+
+def _last_between(text: str, opening: str, closing: str) -> str | None:
+    end = text.rfind(closing)
+    if end < 0:
+        return None
+    start = text.rfind(opening, 0, end)
+    return None if start < 0 else text[start + len(opening) : end].strip()
+
+
+def boxed_answer(text: str) -> Extract:
+    r"""The content of the last \boxed{...} whose braces match; a box within a box is part of it."""
+    answer: tuple[int, int] | None = None
+    open_braces: list[int] = []  # start of the content for a box, -1 for another brace
+    for match in _BOX_OR_BRACE.finditer(text):
+        token = match.group()
+        if token == "}":
+            start = open_braces.pop() if open_braces else -1
+            if start >= 0:
+                answer = (start, match.start())
+        elif token.endswith("{") and (token == "{" or "boxed" in token):
+            open_braces.append(-1 if token == "{" else match.end())
+    if answer is None:
+        return Extract(None, False, "no \\boxed{...} with matching braces")
+    return Extract(text[answer[0] : answer[1]].strip(), True)

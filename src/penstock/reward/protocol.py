@@ -11,6 +11,7 @@ import asyncio
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import ValidationError, model_validator
@@ -37,6 +38,15 @@ class ValueOptions(Section):
                 f"option right: got {self.right}, allowed: at least wrong = {self.wrong}"
             )
         return self
+
+
+@dataclass(slots=True, frozen=True)
+class Extract:
+    """The answer that was found, or None; `note` says what is wrong with the response's form."""
+
+    answer: str | None
+    format_ok: bool
+    note: str = ""
 
 
 class Reward(ABC):

@@ -188,19 +188,15 @@ class GroupRunner:
         self.counters: Counter[str] = Counter()  # events that lost no group: retries, aborts, ...
         self.account = TaskAccount()
         self.fault: BaseException | None = None
-        self._in_flight: dict[str, _InFlight] = {}
+        self.in_flight: dict[str, _InFlight] = {}  # by group id
         self._refused_in_a_row = 0
         self._is_closed = False  # a pause is under way: draw nothing
         self._is_aborting = False  # and it waits for no response
         self._is_halted = False  # the producer is paused: a strategy that generates by itself waits
 
-    def __len__(self) -> int:
-        """The number of groups in flight."""
-        return len(self._in_flight)
-
     def oldest_version(self, *, tail_only: bool) -> int | None:
         """The smallest version that a group in flight will carry; None without groups."""
-        entries = self._in_flight.values()
+        entries = self.in_flight.values()
         versions = (entry.oldest_version for entry in entries if entry.is_tail or not tail_only)
         return min(versions, default=None)
 
@@ -216,7 +212,7 @@ class GroupRunner:
 
         Buffered groups of `statuses` come before fresh prompts. At most `cap` groups are in flight.
         """
-        in_flight = len(self._in_flight)
+        in_flight = len(self.in_flight)
         has_room = ctx.replay_buffer.has_room(ctx.task_name, reserved=in_flight)
         if self._is_closed or in_flight >= cap or not has_room:
             return False
@@ -253,7 +249,7 @@ class GroupRunner:
                 ctx.journal.retried(group, group.status.value)
         is_tail = self._is_tail(group)
         entry = _InFlight(group, self._renew(ctx, group), is_tail)
-        self._in_flight[group.group_id] = entry
+        self.in_flight[group.group_id] = entry
         return entry
 
     def _is_tail(self, group: Group) -> bool:
@@ -293,11 +289,11 @@ class GroupRunner:
 
     def _claim_all(self) -> list[_InFlight]:
         """Claim and return every group that nobody has claimed yet."""
-        return [entry for entry in self._in_flight.values() if self._claim(entry)]
+        return [entry for entry in self.in_flight.values() if self._claim(entry)]
 
     def _remove(self, entry: _InFlight) -> None:
         assert entry.is_claimed, "only a claimed group may be removed"
-        del self._in_flight[entry.group.group_id]
+        del self.in_flight[entry.group.group_id]
         self.changed.notify()
 
     # -- one group ----------------------------------------------------------------------------
@@ -394,7 +390,7 @@ class GroupRunner:
 
     async def land(self, ctx: ProduceContext, group: Group) -> bool:
         """Record the outcome of a group that `draw` returned; return whether it may be trained."""
-        entry = self._in_flight.get(group.group_id)
+        entry = self.in_flight.get(group.group_id)
         if entry is None or entry.group is not group or not self._claim(entry):
             return False  # a pause has given up on the group and put it back
         try:
@@ -485,7 +481,7 @@ class GroupRunner:
         loop = asyncio.get_running_loop()
         requests: list[asyncio.Task[None]] = []
         try:
-            while len(self) and loop.time() < deadline and self.fault is None:
+            while self.in_flight and loop.time() < deadline and self.fault is None:
                 requests.append(asyncio.create_task(self._abort_once(ctx), name="abort groups"))
                 await self._until_empty(min(loop.time() + _ABORT_AGAIN_S, deadline))
             entries = self._claim_all()
@@ -542,7 +538,7 @@ class GroupRunner:
     async def _until_empty(self, until: float = float("inf")) -> None:
         """Wait until no group is in flight, at most until that time of the event loop."""
         loop = asyncio.get_running_loop()
-        while len(self) and self.fault is None and (left := until - loop.time()) > 0:
+        while self.in_flight and self.fault is None and (left := until - loop.time()) > 0:
             timeout_s = left if left < float("inf") else None
             await self.changed.wait_after(self.changed.count, timeout_s)
 

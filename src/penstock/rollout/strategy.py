@@ -130,7 +130,7 @@ class ProduceStrategy:
 
     def pending_task_count(self) -> int:
         """The number of groups in flight."""
-        return len(self.runner)
+        return len(self.runner.in_flight)
 
     def should_wait_for_stragglers(self, train_step: int) -> bool:
         """Whether a group in flight would expire if `train_step` did not wait for it.

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import JournalDamaged, RunError
-from penstock.store.journal.checks import CALL_CHECK, call_key, expression, row_check
 from penstock.store.journal.codec import check_sum, is_intact, stored_text
 from penstock.store.journal.group_table import GroupTable
+from penstock.store.journal.schema import CALL_CHECK, call_key, expression, row_check
 from penstock.types import ModelCall, VersionSegment
 
 _HEADER = struct.Struct("<BHII")  # format, segments, context ids, sampled ids

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penstock.errors import RunError
-from penstock.store.journal.checks import CHECKED, row_check
+from penstock.store.journal.schema import CHECKED, row_check
 
 _COLUMNS = CHECKED["group_rows"]
 _PLACE, _STEP, _REASON = map(_COLUMNS.index, ("place", "step", "drop_reason"))

@@ -29,15 +29,16 @@ from penstock.store.journal.calls import (
     read_calls,
     select_calls,
 )
-from penstock.store.journal.checks import (
+from penstock.store.journal.codec import decode_prompt, decode_rollout
+from penstock.store.journal.schema import (
     CHECKED,
+    changed_definitions,
     damaged_calls,
     damaged_payloads,
     damaged_rows,
+    open_database,
     rollout_key,
 )
-from penstock.store.journal.codec import decode_prompt, decode_rollout
-from penstock.store.journal.schema import changed_definitions, open_database
 from penstock.store.journal.writer import Writer
 from penstock.types import Batch, Group, ModelCall, Prompt, Rollout, Status, StepReport
 from penstock.waits import WaitInOrder, WaitKind, Waits

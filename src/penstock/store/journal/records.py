@@ -16,7 +16,6 @@ from typing import Any, cast
 
 from penstock.errors import RunError
 from penstock.store.journal.calls import CallMade, ToolBegun, ToolEnded, prune_calls
-from penstock.store.journal.checks import CHECKED, expression, rollout_key, row_check
 from penstock.store.journal.codec import (
     encode_prompt,
     encode_rollout,
@@ -25,6 +24,7 @@ from penstock.store.journal.codec import (
     stored_text,
 )
 from penstock.store.journal.group_table import GroupTable, ManyRows
+from penstock.store.journal.schema import CHECKED, expression, rollout_key, row_check
 from penstock.types import Group, Prompt, StepReport
 
 _INSERT_ROLLOUTS = ManyRows("INSERT OR REPLACE INTO rollout_rows VALUES {rows}", 13)
