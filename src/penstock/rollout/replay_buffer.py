@@ -8,7 +8,6 @@ buffer. The journal holds the same groups and survives a crash; the buffer does 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import count
 from typing import NamedTuple
@@ -50,7 +49,7 @@ class ReplayBuffer:
                 f"max_groups_per_task: got {max_groups_per_task}, allowed: 0 (no bound) or more"
             )
         self.max_groups_per_task = max_groups_per_task  # bound on COMPLETED groups; 0: no bound
-        self._heaps: defaultdict[tuple[str, Status], _Heap] = defaultdict(_Heap)
+        self._heaps: dict[tuple[str, Status], _Heap] = {}
         self._ids: set[str] = set()
         self._ticks = count()
 
@@ -63,7 +62,10 @@ class ReplayBuffer:
         self._push(group, priority, _NO_VERSION if version is None else version, train_step)
 
     def _push(self, group: Group, priority: int, version: int, train_step: int) -> None:
-        heap = self._heaps[group.task, group.status]
+        place = (group.task, group.status)
+        heap = self._heaps.get(place)
+        if heap is None:
+            heap = self._heaps[place] = _Heap()
         entry = _Entry(-priority, group.cursor, next(self._ticks), group, version, train_step)
         heapq.heappush(heap.entries, entry)
         heap.oldest_version = min(heap.oldest_version, version)
