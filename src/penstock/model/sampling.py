@@ -105,7 +105,7 @@ def sample(logits_NV: torch.Tensor, how: RowSampling) -> tuple[torch.Tensor, tor
 
 
 def pick(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, by inverse CDF, the token whose share of the row's total holds the uniform number.
+    """By inverse CDF, the token whose share of the row's total holds the uniform number.
 
     The weights need not add up to one; the second result is their total.
     """

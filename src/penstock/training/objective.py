@@ -80,7 +80,7 @@ def token_advantages(
 
 
 def _sum_to_end(flat: FlatBatch, values_N: np.ndarray) -> np.ndarray:
-    """Return, at each token, the sum of the values from this token to the end of its rollout."""
+    """At each token, the sum of the values from this token to the end of its rollout."""
     upto_N1 = np.concatenate([[0.0], np.cumsum(values_N)])
     end_N = upto_N1[flat.bounds_R1[1:]][flat.rollout_N]
     return end_N - upto_N1[:-1]

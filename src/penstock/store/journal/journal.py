@@ -459,11 +459,11 @@ class Journal:
         return read_calls(self.query(select_calls("group_id = ?"), (group_id,)))
 
     def cursors(self) -> dict[str, int]:
-        """Return, per task, the cursor after the last drawn group."""
+        """The cursor of each task after its last drawn group."""
         return dict(self.query("SELECT task, MAX(cursor) + 1 FROM groups GROUP BY task"))
 
     def taken(self) -> dict[str, int]:
-        """Return, per task, the number of groups that some step took, committed or not."""
+        """For each task, the number of groups that some step took, committed or not."""
         return dict(
             self.query(
                 "SELECT task, COUNT(*) FROM groups WHERE state IN ('taken', 'trained') GROUP BY task"
@@ -471,7 +471,7 @@ class Journal:
         )
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Return, per task, the groups by state (in_flight, buffered, taken, trained, dropped), and drawn."""
+        """For each task, the groups by state (in_flight, buffered, taken, trained, dropped), and drawn."""
         found: dict[str, dict[str, int]] = {}
         for task, state, number in self.query(
             "SELECT task, state, COUNT(*) FROM groups GROUP BY task, state"
@@ -482,7 +482,7 @@ class Journal:
         return found
 
     def drops(self) -> dict[str, dict[str, int]]:
-        """Return, per task, the dropped groups by reason."""
+        """For each task, the dropped groups by reason."""
         found: dict[str, dict[str, int]] = {}
         for task, reason, number in self.query(
             "SELECT task, drop_reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY 1, 2"

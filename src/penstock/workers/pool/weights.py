@@ -199,7 +199,7 @@ class Loads:
     async def _in_time(
         self, waiting: set[asyncio.Task[Digests]], began: float
     ) -> set[asyncio.Task[Digests]]:
-        """Wait for all loads, after the first one only as long again; return those that still run."""
+        """Wait until every load has ended, or for twice the time of the first; the loads that still run."""
         ends: float | None = None
         while waiting:
             left = None if ends is None else max(0.0, ends - loop_time())
