@@ -394,7 +394,7 @@ class TestProducing(ProducingMachine.TestCase):
 
 @pytest.mark.slow
 class TestProducingForLong(ProducingMachine.TestCase):
-    settings = _settings(200)
+    settings = _settings(240)
 
 
 @pytest.mark.slow
