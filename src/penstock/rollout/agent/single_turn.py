@@ -51,6 +51,8 @@ class SingleTurn(AgentLoop):
         self._requests = 0
         self._newest_params: SamplingParams | None = None
         self._aborting: set[asyncio.Task[None]] = set()
+        self._searching = asyncio.Lock()  # one group at a time is asked one by one
+        self._engine_is_broken = False  # by the last search; until a call succeeds
 
     async def generate(self, rollout: Rollout, *, enable_partial_rollout: bool = False) -> Rollout:
         """Generate and score one rollout; it ends COMPLETED, ABORTED or FAILED."""
@@ -97,6 +99,7 @@ class SingleTurn(AgentLoop):
         try:
             try:  # all at once, to share a prefill
                 generations = await self._engine.generate_many(requests)
+                self._engine_is_broken = False
             except EnginesLost:
                 raise
             except Exception as error:  # a rollout's edge: only the request at fault fails
@@ -119,16 +122,22 @@ class SingleTurn(AgentLoop):
         """After an error of all requests together, the answer or the error of each request alone.
 
         So a request that the engine refuses costs its own rollout only. If the first two raise as well, the
-        engine is at fault, and the others are not sent.
+        engine is at fault: neither the others are sent, nor those of further groups, until a call succeeds.
         """
         if len(requests) == 1:
             return [error]
         self._abort_later([request.request_id for request in requests])
-        first = await asyncio.gather(*map(self._ask_alone, requests[:2]), return_exceptions=True)
-        if all(isinstance(answer, BaseException) for answer in first):
-            return [*first, *[error] * len(requests[2:])]
-        rest = await asyncio.gather(*map(self._ask_alone, requests[2:]), return_exceptions=True)
-        return [*first, *rest]
+        async with self._searching:
+            if self._engine_is_broken:
+                return [error] * len(requests)
+            first = await asyncio.gather(
+                *map(self._ask_alone, requests[:2]), return_exceptions=True
+            )
+            self._engine_is_broken = all(isinstance(answer, BaseException) for answer in first)
+            if self._engine_is_broken:
+                return [*first, *[error] * len(requests[2:])]
+            rest = await asyncio.gather(*map(self._ask_alone, requests[2:]), return_exceptions=True)
+            return [*first, *rest]
 
     async def _ask_alone(self, request: GenerationRequest) -> Generation:
         request_id = f"{request.request_id}-alone"
