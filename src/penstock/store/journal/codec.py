@@ -40,7 +40,7 @@ def encode_rollout(rollout: Rollout, *, text: str, key: str) -> bytes:
     """
     tail, flags = _tail(rollout), 0
     arrays = [bytes_of(rollout.response_ids, _IDS), bytes_of(rollout.logprobs, _LOGPROBS)]
-    if rollout.loss_mask.all():
+    if 0 not in rollout.loss_mask.tobytes():  # faster than numpy's `all` by far
         flags |= _ALL_TRAINED
     else:
         arrays.append(np.packbits(rollout.loss_mask).tobytes())
@@ -156,14 +156,12 @@ def prune_payload(data: bytes, text: str, key: str, kept_text: str) -> bytes | N
 def _tail(rollout: Rollout) -> bytes:
     """The JSON behind the arrays: what most rollouts lack is not in it."""
     score = rollout.score
-    optional = {
-        "finish": rollout.finish_reason,
-        "error": rollout.error,
-        "extra": rollout.extra,
-        "min_tokens": rollout.min_tokens,
-        "earned": rollout.earned,
-    }
-    tail = {"status": rollout.status.value, **{k: v for k, v in optional.items() if v}}
+    tail: dict[str, Any] = {"status": rollout.status.value}
+    if rollout.finish_reason:
+        tail["finish"] = rollout.finish_reason
+    if rollout.error or rollout.extra or rollout.min_tokens or rollout.earned:
+        rare = ("error", "extra", "min_tokens", "earned")
+        tail |= {name: value for name in rare if (value := getattr(rollout, name))}
     if score is not None:
         verdicts = (score.format_ok, score.answer_ok)
         tail["score"] = [score.value, score.parts, *verdicts, score.note]
