@@ -11,14 +11,17 @@ from penstock.data.sampler import Sampler
 from penstock.errors import UserError
 from penstock.rollout import (
     AsyncProduceStrategyConfig,
+    ProduceBatchStatus,
+    ProduceContext,
     ProduceProgress,
     Producer,
+    ProduceStrategy,
     ProduceTask,
     SyncProduceStrategyConfig,
 )
 from penstock.rollout.replay_buffer import ReplayBuffer
 from penstock.store.journal import Journal
-from penstock.types import Status
+from penstock.types import Status, StepReport
 from stages.fake_agent_loop import FakeAgentLoop
 from stages.fake_engine import FakeEngine
 from stages.producing import (
@@ -203,6 +206,68 @@ def test_one_slow_task_does_not_stop_the_others(tmp_path: Path) -> None:
         for task in producer._tasks:
             task.ctx.model_step = 0
         assert await producer.pause() == pytest.approx(7.0)  # tasks pause at the same time
+        await cancel(running)
+
+    on_virtual_time(main)
+
+
+class Held(ProduceStrategy):
+    """Stays in one call of `produce_batch` until it is let go."""
+
+    def __init__(self, config: AsyncProduceStrategyConfig) -> None:
+        super().__init__(config)
+        self.let_go = asyncio.Event()
+        self.calls = 0
+
+    async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
+        self.calls += 1
+        await self.let_go.wait()
+        return ProduceBatchStatus.NORMAL
+
+
+def test_a_task_without_a_share_may_sleep_through_several_steps(tmp_path: Path) -> None:
+    async def main() -> None:
+        journal = Journal.open(tmp_path / "journal.db", threaded=False)
+        buffer, loop = ReplayBuffer(), FakeAgentLoop()
+        config = AsyncProduceStrategyConfig(max_staleness=0)
+        held = Held(config)
+        producer = Producer(
+            tasks=[
+                ProduceTask(
+                    name=name,
+                    weight=weight,
+                    strategy=strategy,
+                    agent_loop=loop,
+                    sampler=Sampler(
+                        make_prompts(50),
+                        task_name=name,
+                        prompt_repeat_k=1,
+                        seed=0,
+                        replay_buffer=buffer,
+                    ),
+                )
+                for name, weight, strategy in (("large", 9.0, config.build()), ("rare", 0.1, held))
+            ],
+            replay_buffer=buffer,
+            journal=journal,
+            progress=ProduceProgress.build(["large", "rare"]),
+            groups_per_step=2,
+        )
+        running = asyncio.create_task(producer.run())
+        for step in range(1, 5):
+            await turns()
+            for group_id in list(loop.held):
+                loop.finish(group_id)
+            await producer.take_batch(step)
+            await journal.commit_step(StepReport(step=step, policy_version=step, digest=""))
+            loop.version = step
+            producer.weights_updated(step)
+        assert held.calls == 1
+        held.let_go.set()
+        await turns()
+        assert held.calls > 1
+        assert producer.progress.target("rare") == 0
+        assert not running.done()
         await cancel(running)
 
     on_virtual_time(main)

@@ -362,6 +362,7 @@ class Producer:
         groups = [
             group for task in self._tasks for group in task.take(step, shares.get(task.name, 0))
         ]
+        self.progress.ensure_target_upto(step, self._shares.at)  # of tasks without a share too
         self.progress.finish_consume(step, shares)
         self._shares.forget_before(step)
         await self._journal.begin_step(step, groups)
