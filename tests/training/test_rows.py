@@ -23,7 +23,13 @@ from penstock.training.objective import (
 )
 from penstock.training.parallel.ranks import Ranks
 from penstock.types import Batch, Rollout, Row, Score, Status, VersionSegment
-from stages.training_data import config_of, gradient_of, random_batch, relative_gap
+from stages.training_data import (
+    config_of,
+    exact_model,
+    gradient_of,
+    random_batch,
+    relative_gap,
+)
 
 
 def observe(rollout: Rollout, place: slice) -> None:
@@ -66,6 +72,46 @@ def test_rows_have_the_gradient_of_the_one_sequence_they_are_cut_from(name, toke
     expected = gradient_of(config, one_row)
     assert relative_gap(expected, {name: 0 * grad for name, grad in expected.items()}) > 0
     assert relative_gap(gradient_of(config, rows), expected) < 1e-6
+
+
+CORRECTIONS = ["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_the_size_of_packs_does_not_change_the_gradient_of_rows(name, correction) -> None:
+    batch = two_batches()[1]
+    gradients = [
+        gradient_of(
+            config_of(
+                algorithm={"name": name, "correction": {"kind": correction, "cap": 3.0}},
+                train={"micro_batch_tokens": tokens},
+            ),
+            batch,
+            model=exact_model(),
+        )
+        for tokens in (4096, 8)
+    ]
+    assert relative_gap(gradients[1], gradients[0]) < 1e-12
+
+
+USERS_METHOD = """
+from penstock.training.algo.method import Algorithm, Surrogate
+from penstock.training.algo.ratios import sequence_mean
+
+class WeighedRollouts(Algorithm):
+    def surrogate(self, view):
+        ratio_S = sequence_mean(self.log_ratio(view), view.sequence_N, view.num_sequences).exp()
+        weight_N = ratio_S.detach()[view.sequence_N]
+        loss_N = -weight_N * view.logprobs_N * view.advantages_N
+        return Surrogate(loss_N=loss_N, ratio_N=weight_N, clipped_N=weight_N > 1e9)
+"""
+
+
+def test_a_users_method_that_looks_at_whole_rollouts_gets_whole_rollouts(tmp_path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(USERS_METHOD)
+    test_the_size_of_packs_does_not_change_the_gradient_of_rows(f"{path}:WeighedRollouts", "none")
 
 
 def test_a_mean_per_sequence_is_per_rollout_by_hand() -> None:

@@ -46,6 +46,7 @@ from penstock.training.micro_batch import CPU_TOKENS, LayerShape, micro_batch_to
 from penstock.training.model_check import check_loaded, check_model, lay_out
 from penstock.training.objective import (
     TokenInputs,
+    joins_tokens,
     loss_weights,
     pack_loss,
     shaped_rewards,
@@ -124,6 +125,7 @@ class Consumer:
         self.texts = texts
         self.settings = run_settings(config)
         self.algorithm = algorithm_class(config.algorithm.name)(self.settings)
+        self._joins_rows = joins_tokens(self.algorithm)
         self.reference = None if reference is None else Policy(reference)
         self.policy = Policy(model)
         for policy, path in self._policies():
@@ -511,7 +513,7 @@ class Consumer:
         units: dict[int, list[int]] = {}
         for number in flat.rows_of(chosen_R).tolist():
             if len(flat.predictors[number]):
-                owner = int(flat.rollout_S[number]) if self._joins_tokens else number
+                owner = int(flat.rollout_S[number]) if self._joins_rows else number
                 units.setdefault(owner, []).append(number)
         if not self._can_pack and any(len(unit) > 1 for unit in units.values()):
             raise RunError(
@@ -550,10 +552,6 @@ class Consumer:
     @property
     def _can_pack(self) -> bool:
         return all(policy.packs for policy, _ in self._policies())
-
-    @property
-    def _joins_tokens(self) -> bool:
-        return self.algorithm.joins_tokens or self.settings.correction.startswith("sequence")
 
     @functools.cached_property
     def _token_budget(self) -> int:

@@ -111,6 +111,32 @@ def loss_weights(
     return weight_R[flat.rollout_N]
 
 
+def joins_tokens(algorithm: Algorithm) -> bool:
+    """Whether a token's loss depends on the other tokens of its rollout, which then need one pack.
+
+    The method is tried on a rollout of two tokens, so that no method has to say it of itself.
+    """
+    if algorithm.settings.correction.startswith("sequence"):
+        return True
+    ones_N = torch.ones(2, dtype=torch.float64)
+
+    def first_token(drop_of_second: float, sign: float) -> tuple[float, float]:
+        view = TokenView(
+            logprobs_N=-ones_N - torch.tensor([0.0, drop_of_second], dtype=torch.float64),
+            anchor_N=-ones_N,
+            advantages_N=sign * ones_N,
+            sequence_N=torch.zeros(2, dtype=torch.int64),
+            num_sequences=1,
+        )
+        return float(algorithm.surrogate(view).loss_N[0]), float(algorithm.log_ratio(view)[0])
+
+    return any(
+        first_token(drop, sign) != first_token(0.0, sign)
+        for sign in (1.0, -1.0)
+        for drop in (-5.0, -1e-5, 1e-5, 5.0)
+    )
+
+
 @dataclass(slots=True, kw_only=True)
 class TokenInputs:
     """Per-token inputs of the loss, for all N trained tokens of the batch, on the device."""

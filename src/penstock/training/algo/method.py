@@ -48,7 +48,6 @@ class Algorithm:
     """GRPO's objective; other methods override what differs."""
 
     defaults: ClassVar[AlgorithmSettings] = AlgorithmSettings()
-    joins_tokens: ClassVar[bool] = False  # a token's loss depends on its rollout's other tokens
 
     def __init__(self, settings: AlgorithmSettings) -> None:
         self.settings = settings
@@ -158,8 +157,6 @@ class GSPO(Algorithm):
         kl_in="none",
         correction="token_truncate",  # noise between engine and trainer alone would pass the clip
     )
-
-    joins_tokens = True
 
     def log_ratio(self, view: TokenView) -> Tensor:
         token_N = super().log_ratio(view)
