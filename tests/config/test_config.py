@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
+import types
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from penstock.config import Config
 from penstock.config.doubts import doubts
 from penstock.config.foreign_words import COMMON
 from penstock.config.mistakes import REMOVED, valid_keys
+from penstock.config.plugins import load
 from penstock.config.source import LoadedConfig, config_lines, load_config, to_toml, validate
 from penstock.errors import UserError
 from penstock.run import preflight
@@ -344,3 +347,13 @@ SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
 def test_every_shipped_config_loads(path: Path) -> None:
     load_config(path)
+
+
+def test_a_module_that_was_made_without_a_spec_can_be_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as `__main__` of a script, or a module that a notebook made."""
+    module = types.ModuleType("made_by_hand")
+    module.__dict__["double"] = lambda number: 2 * number
+    monkeypatch.setitem(sys.modules, "made_by_hand", module)
+    assert load("reward", "made_by_hand:double", {})(4) == 8

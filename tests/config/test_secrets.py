@@ -15,7 +15,9 @@ from penstock import cli
 from penstock.config import Config
 from penstock.config.secrets import refuse_secrets
 from penstock.config.source import load_config
+from penstock.engine.openai.server import Server
 from penstock.errors import UserError
+from penstock.reward.sandbox.client import VerificationClient
 from penstock.store.run_folder import create
 from stages.tiny_run import TINY
 
@@ -91,6 +93,12 @@ def test_a_run_with_a_token_writes_and_prints_it_nowhere(
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
     assert any(b"refused: Bearer ***" in path.read_bytes() for path in files)  # in the journal
     assert SECRET not in "".join(capfd.readouterr())
+
+
+def test_clients_of_servers_do_not_show_their_keys() -> None:
+    urls = ["http://127.0.0.1:1"]
+    assert SECRET not in repr(Server(urls[0], 1.0, SECRET))
+    assert SECRET not in repr(VerificationClient(urls, token=SECRET))
 
 
 def test_a_run_folder_is_its_owners_alone(tmp_path: Path) -> None:

@@ -92,6 +92,21 @@ def test_every_form_gives_the_same_examples(tmp_path: Path, name: str) -> None:
     assert records.content() == file_content(*find_files(str(path), {}, "train"))
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_a_file_that_is_replaced_while_it_is_read_keeps_the_identity_of_what_was_read(
+    tmp_path: Path, name: str
+) -> None:
+    FORMS[name](tmp_path / name)
+    files = find_files(str(tmp_path / name), {}, "train")
+    before = file_content(*files)
+    records = Records(str(tmp_path / name), {}, default_split="train")
+    for read, _ in enumerate(records):
+        if read == 0:
+            (tmp_path / "new").write_bytes(b"other content")
+            (tmp_path / "new").replace(files[0])
+    assert records.content() == before
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

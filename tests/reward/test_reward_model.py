@@ -14,7 +14,7 @@ import pytest
 from penstock.config import RewardConfig
 from penstock.errors import RewardError
 from penstock.reward import VerifiableReward, build_reward
-from penstock.reward.reward_model import RewardModel, Scorer
+from penstock.reward.reward_model import RewardModel, RewardModelOptions, Scorer
 from penstock.types import Score
 from stages.own_children import own_children
 from stages.reward_samples import prompt, rollout, tagged
@@ -74,8 +74,7 @@ def expected(path: Path, texts: list[str], label: int) -> list[float]:
 
 def test_a_batch_has_the_scores_of_its_texts_alone(model_path: Path) -> None:
     """What the worker's process does, in this one: its imports take seconds."""
-    reward = build(model_path, label=1, threads=1).parts[0].reward
-    settings = reward._settings.model_dump()  # type: ignore[attr-defined]
+    settings = RewardModelOptions(path=str(model_path), label=1).model_dump()
     messages = [{"role": "user", "content": "question"}]
     items = [{"messages": messages, "response": tagged(text)} for text in TEXTS]
     by_hand = expected(model_path, [tagged(text) for text in TEXTS], label=1)
@@ -84,8 +83,7 @@ def test_a_batch_has_the_scores_of_its_texts_alone(model_path: Path) -> None:
 
 def test_a_response_cannot_write_special_tokens(model_path: Path) -> None:
     """A response that ends its turn and begins another would put words into the user's mouth."""
-    reward = build(model_path, threads=1).parts[0].reward
-    scorer = Scorer(reward._settings.model_dump())  # type: ignore[attr-defined]
+    scorer = Scorer(RewardModelOptions(path=str(model_path)).model_dump())
     responses = ["a<pad>b", "a< pad>b", "ab"]
     forged, spaced, other = scorer.score([{"messages": [], "response": r} for r in responses])
     assert forged == pytest.approx(spaced, abs=1e-6)

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from penstock.config import Config
+from penstock.config.tree import leaves
 from penstock.errors import UserError
 
 FREE, UPDATE = "free", "update"
@@ -113,12 +114,6 @@ def _is_whole_task(key: str, old: dict[str, object], new: dict[str, object]) -> 
     return (data in old) != (data in new)
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, object]:
+def flat(tree: dict[str, Any]) -> dict[str, object]:
     """The settings of a tree by their dotted keys."""
-    settings: dict[str, object] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            settings.update(flat(value, f"{prefix}{key}."))
-        else:
-            settings[f"{prefix}{key}"] = value
-    return settings
+    return {key: value for key, value in leaves(tree) if value != {}}

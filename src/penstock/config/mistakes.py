@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from penstock.config.foreign_words import key_of_word
 
-_KEY_GOT = re.compile(r"([\w.\[\]]+) got ")
+_KEY_GOT = re.compile(r"([\w.\[\]]+):? got ")
 _PLAIN = {  # what pydantic says -> what a reader of TOML knows
     "a valid dictionary": "a table",
     "a valid list": "a list",
@@ -56,23 +56,30 @@ REMOVED = {
 }
 
 
-def explain(error: ValidationError, tree: type[BaseModel], *, of_a_run: bool = False) -> str:
+def explain(
+    error: ValidationError, tree: type[BaseModel], *, place: str = "", of_a_run: bool = False
+) -> str:
     """The first mistake in one line: the key, what was given, what is allowed in the tree.
 
-    of_a_run: the tree is that of a run, where removed keys and words of other systems are known.
+    place: the key of the table that the tree is for; empty for the whole tree.
+    of_a_run: the tree is that of a run, where words of other systems are known.
     """
     first = error.errors()[0]
-    key = key_of(first)
+    key = f"{place}.{key_of(first)}".strip(".")
+    words = allowed(first)
     if first["type"] == "extra_forbidden":
-        answer = removed_key(key) if of_a_run else ""
-        return answer or _unknown_key(key, first["input"], list(valid_keys(tree)), of_a_run)
-    if first["type"] != "value_error":
-        return f"{key}: got {first['input']!r}, allowed: {allowed(first)}"
-    message = first["msg"].removeprefix("Value error, ")
-    if below := _KEY_GOT.match(message):  # of a check of the whole table: say its key first
-        place = f"{key}.{below[1]}".removeprefix(".")
-        return f"{place}: {message[below.end(1) + 1 :]}"
-    return f"{key}: {message}" if key else message
+        if answer := removed_key(key):
+            return answer
+        if not place:
+            return _unknown_key(key, first["input"], list(valid_keys(tree)), of_a_run)
+        words = f"the keys {', '.join(tree.model_fields)}"
+    elif first["type"] == "value_error":
+        message = first["msg"].removeprefix("Value error, ")
+        if below := _KEY_GOT.match(message):  # of a check of the whole table: say its key first
+            whole = f"{key}.{below[1]}".removeprefix(".")
+            return f"{whole}: got {message[below.end() :]}"
+        return f"{key}: {message}" if key else message
+    return f"{key}: got {first['input']!r}, allowed: {words}"
 
 
 def _unknown_key(key: str, value: Any, valid: list[str], of_a_run: bool) -> str:
@@ -137,16 +144,3 @@ def allowed(error: ErrorDetails) -> str:
         if words.startswith(theirs):  # what follows says how it failed: the value is in the line
             return ours
     return words
-
-
-def first_mistake(error: ValidationError, table: type[BaseModel], place: str) -> str:
-    """The first mistake in the table at `place`: its key, what was given, what is allowed."""
-    first = error.errors()[0]
-    if first["type"] == "value_error":
-        return f"{place}.{first['msg'].removeprefix('Value error, ')}"
-    key, said = f"{place}.{key_of(first)}", allowed(first)
-    if first["type"] == "extra_forbidden":
-        if answer := removed_key(key):
-            return answer
-        said = f"the keys {', '.join(table.model_fields)}"
-    return f"{key} got {first['input']!r}, allowed: {said}"

@@ -116,7 +116,9 @@ def _load_python_object(kind: str, name: str) -> Any:
 def _import(module_name: str) -> Any:
     if module_name.endswith(".py"):
         return _import_file(Path(module_name))
-    if os.getcwd() not in sys.path and importlib.util.find_spec(module_name.split(".")[0]) is None:
+    top = module_name.split(".")[0]
+    is_known = top in sys.modules or importlib.util.find_spec(top) is not None
+    if not is_known and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a user's module beside their config
     return importlib.import_module(module_name)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from penstock.config.tree import leaves
 from penstock.errors import UserError
 
 _NAMES = re.compile(
@@ -26,8 +26,10 @@ _VALUES = re.compile(  # the beginnings of keys that well-known services hand ou
 
 def refuse_secrets(tree: Any) -> None:
     """Raise a UserError that names the first setting which holds a secret, without its value."""
-    for key, name, value in _texts(tree, "", ""):
-        if _NAMES.fullmatch(name) or _VALUES.fullmatch(value):
+    for key, value in leaves(tree, in_lists=True):
+        if not isinstance(value, str) or not value:
+            continue
+        if _NAMES.fullmatch(key.rpartition(".")[2]) or _VALUES.fullmatch(value):
             raise UserError(
                 f"{key}: got a secret, which a config must not hold (it is written to the run folder), "
                 f"allowed: {key}_variable = the name of an environment variable that holds it"
@@ -45,18 +47,6 @@ def from_environment(key: str, variable: str, *, default: str = "") -> str:
     if variable and not value and variable != default:
         raise UserError(f"{key}: got {variable!r}, allowed: an environment variable that is set")
     return value
-
-
-def _texts(value: Any, key: str, name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (dotted key, last name, text) of every string that is not empty."""
-    if isinstance(value, dict):
-        for inner, item in value.items():
-            yield from _texts(item, f"{key}.{inner}" if key else str(inner), str(inner))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item, key, name)
-    elif isinstance(value, str) and value:
-        yield key, name, value
 
 
 def _holds_password(url: str) -> bool:

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from penstock.config.mistakes import first_mistake
+from penstock.config.mistakes import explain
 
 _LABEL = r"[\w.-]+"
 _LABELS = re.compile(rf"!?({_LABEL}|in\(\s*{_LABEL}(\s*,\s*{_LABEL})*\s*\))")  # as Ray reads them
@@ -57,7 +57,7 @@ def overlay(base: S, fields: dict[str, Any], key: str) -> S:
     try:
         return type(base).model_validate({**base.model_dump(), **fields})
     except ValidationError as error:
-        raise ValueError(first_mistake(error, type(base), key)) from None
+        raise ValueError(explain(error, type(base), place=key)) from None
 
 
 class RunConfig(Section):

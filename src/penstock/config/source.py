@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 from penstock.config import Config
 from penstock.config.mistakes import explain
 from penstock.config.secrets import refuse_secrets
+from penstock.config.tree import leaves
 from penstock.errors import UserError
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # TOML takes none of them as they are
@@ -60,7 +61,7 @@ def load_config(
     source = DEMO_CONFIG if path is None else Path(path)
     tree = {} if bare else _read_toml(source)
     label = "built-in demo" if path is None else f"file {source}"
-    origins = {key: label for key, _ in _leaves(tree)}
+    origins = {key: label for key, _ in leaves(tree)} if tree else {}
     for text in overrides:
         key, value = _parse_override(text)
         _put(tree, key, value)
@@ -129,14 +130,6 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
                 f"{key}: got a key below {above}, allowed: {above} is a value, not a table"
             )
     tree[last] = value
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _toml_lines(table: dict[str, Any], prefix: str) -> Iterator[str]:

@@ -6,6 +6,7 @@ in `source.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -162,6 +163,21 @@ class Config(Section):
         _check_train(self)
         _check_kinds(self)
         return self
+
+
+def leaves(tree: Any, key: str = "", *, in_lists: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of each setting below `key`; an empty table counts as a value.
+
+    in_lists: the items of a list count as values of their list's key.
+    """
+    if isinstance(tree, dict) and tree:
+        for name, value in tree.items():
+            yield from leaves(value, f"{key}.{name}" if key else str(name), in_lists=in_lists)
+    elif in_lists and isinstance(tree, list | tuple):
+        for item in tree:
+            yield from leaves(item, key, in_lists=True)
+    else:
+        yield key, tree
 
 
 def _is_table_of_tables(value: Any) -> bool:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.config.changes import flat
 from penstock.errors import UserError
 
 _ASSIGNED = re.compile(r"^(?:export\s+)?([A-Za-z_]\w*)=(\S*)$")
@@ -58,15 +59,7 @@ def _of_tree(text: str, path: Path) -> dict[str, Any]:
         raise UserError(f"convert: {path} is no {path.suffix[1:]} file: {line}") from None
     if not isinstance(tree, dict):
         raise UserError(f"convert: got {path} without names, allowed: a table of settings")
-    return dict(_leaves(tree, ""))
-
-
-def _leaves(tree: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    leaves: list[tuple[str, Any]] = []
-    for name, value in tree.items():
-        word = f"{prefix}{name}"
-        leaves += _leaves(value, f"{word}.") if isinstance(value, dict) else [(_plain(word), value)]
-    return leaves
+    return {_plain(word): value for word, value in flat(tree).items()}
 
 
 def _of_command(text: str) -> dict[str, Any]:

@@ -64,8 +64,11 @@ class ContentHash:
 
     def add_file(self, path: Path) -> None:
         with path.open("rb") as file:
-            while part := file.read(2**20):
-                self.add(part)
+            self.add_rest(file)
+
+    def add_rest(self, file: IO[bytes]) -> None:
+        while part := file.read(2**20):
+            self.add(part)
 
     def content(self) -> Content:
         return Content(self._hash.hexdigest(), self._num_bytes)
@@ -377,11 +380,10 @@ def _read_parquet(path: Path, parts: ContentHash) -> Iterator[Row]:
     from pyarrow.parquet import ParquetFile
 
     try:
-        with ParquetFile(path) as table:
+        with _open_hashed(path, parts) as file, ParquetFile(file) as table:
             yield from _arrow_rows(table.iter_batches(batch_size=_ROWS_AT_ONCE))
     except ArrowException as error:
         raise UserError(f"data {path}: not a Parquet file: {_first_line(error)}") from None
-    parts.add_file(path)
 
 
 def _read_arrow(path: Path, parts: ContentHash) -> Iterator[Row]:
@@ -390,11 +392,18 @@ def _read_arrow(path: Path, parts: ContentHash) -> Iterator[Row]:
     import pyarrow
 
     try:
-        with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as batches:
+        with _open_hashed(path, parts) as file, pyarrow.ipc.open_stream(file) as batches:
             yield from _arrow_rows(batches)
     except pyarrow.ArrowException as error:
         raise UserError(f"data {path}: not an Arrow stream: {_first_line(error)}") from None
-    parts.add_file(path)
+
+
+def _open_hashed(path: Path, parts: ContentHash) -> IO[bytes]:
+    """Open a file that is read in any order; its bytes are added first, through the same open file."""
+    file = path.open("rb")
+    parts.add_rest(file)
+    file.seek(0)
+    return file
 
 
 def _arrow_rows(batches: Iterable[Any]) -> Iterator[Row]:

@@ -21,7 +21,6 @@ from rich.text import Text
 
 from penstock.config import Config, SamplingConfig
 from penstock.config.source import with_overrides
-from penstock.data.dataset import context_length
 from penstock.data.identity import MACHINE, measure
 from penstock.data.sampler import Sampler
 from penstock.engine.protocol import GenerationRequest, InferenceEngine, SamplingParams
@@ -30,11 +29,8 @@ from penstock.inspection.findings import Observed, find
 from penstock.inspection.findings.observed import WINDOW, looked_at_settings
 from penstock.inspection.summary import duration
 from penstock.inspection.track.console import finding_table
-from penstock.reward import build_reward
 from penstock.rollout.agent import AgentLoop
-from penstock.rollout.agent.build import build_agent
-from penstock.rollout.agent.function import FunctionAgent
-from penstock.run.job import open_trainer, serve_agents
+from penstock.run.job import open_agent, open_reward, open_trainer, serve_agents
 from penstock.run.run_data import RunData, count_steps
 from penstock.store.journal import Journal
 from penstock.store.space import available_mib, checkpoint_bytes, size_text
@@ -168,7 +164,7 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
         endpoint = await serve_agents(config.tasks.values(), closing)
         agents: dict[str, tuple[AgentLoop, Sampler]] = {}
         for name, dataset in data.train.items():
-            task, whole = config.tasks[name], config.task_sampling(name)
+            whole = config.task_sampling(name)
             prompts = each * len(data.train)
             sampling, seconds = await bearable_sampling(
                 engine, whole, dataset[0].token_ids, prompts
@@ -176,24 +172,18 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
             seen.whole_s = max(seen.whole_s, seconds)
             if sampling is not whole:
                 seen.cut[name] = sampling
-            reward = build_reward(
-                task.rewards, max_tokens=sampling.max_tokens, is_chat=dataset.is_chat
-            )
-            closing.push_async_callback(reward.close)
-            agent = build_agent(
-                f"tasks.{name}",
-                task,
+            agent = open_agent(
+                config,
+                name,
                 sampling,
+                data,
+                closing,
                 engine=engine,
-                reward=reward,
-                chat=data.chat,
+                reward=open_reward(config.tasks[name], sampling, dataset.is_chat, closing),
                 recorder=journal,
                 endpoint=endpoint,
-                positions=context_length(config.model.path),
                 note=seen.notes.append,
             )
-            if isinstance(agent, FunctionAgent):
-                closing.push_async_callback(agent.close)
             size = sampling.num_generations
             sampler = Sampler(dataset, task_name=name, prompt_repeat_k=size, seed=config.seed)
             agents[name] = agent, sampler

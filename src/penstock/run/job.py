@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from penstock.config import Config, EvalConfig, SamplingConfig, TaskDataConfig
 from penstock.config.plugins import load
@@ -27,7 +27,7 @@ from penstock.inspection.findings.live import LiveFindings
 from penstock.inspection.track.console import StartDisplay
 from penstock.inspection.track.logs import Notes, RolloutLog, TimelineLog, restore_metrics
 from penstock.inspection.track.trackers import Fanout, RunInfo
-from penstock.reward import build_reward
+from penstock.reward import VerifiableReward, build_reward
 from penstock.rollout import (
     AgentLoop,
     IsValidSample,
@@ -444,29 +444,50 @@ async def _agent_loop(parts: _TaskParts, name: str, sampling: SamplingConfig) ->
         remote = await workers.start_agent(workers, name, sampling, is_chat)
         closing.push_async_callback(remote.close)
         return remote
-    reward = build_reward(
-        task.rewards,
-        max_tokens=sampling.max_tokens,
-        waits=workers.events.waits,
-        lane=f"rewards of {name}",
-        is_chat=is_chat,
-    )
-    closing.push_async_callback(reward.close)
-    agent_loop = build_agent(
-        f"tasks.{name}",
-        task,
+    waits, lane = workers.events.waits, f"rewards of {name}"
+    return open_agent(
+        parts.config,
+        name,
         sampling,
+        parts.data,
+        closing,
         engine=cast(InferenceEngine, workers.engine),
-        reward=reward,
-        chat=parts.data.chat,
+        reward=open_reward(task, sampling, is_chat, closing, waits=waits, lane=lane),
         recorder=journal,
         endpoint=parts.endpoint,
-        positions=context_length(parts.config.model.path),
         note=parts.note,
         interrupted=None
         if task.agent == "single_turn"
         else InterruptedCalls(calls=journal.interrupted_calls(), tools=journal.interrupted_tools()),
     )
+
+
+def open_reward(
+    task: TaskDataConfig,
+    sampling: SamplingConfig,
+    is_chat: bool,
+    closing: AsyncExitStack,
+    **where: Any,
+) -> VerifiableReward:
+    """The rewards of a task, until `closing` ends; `where` shows their waits (see `build_reward`)."""
+    most = sampling.max_tokens
+    reward = build_reward(task.rewards, max_tokens=most, is_chat=is_chat, **where)
+    closing.push_async_callback(reward.close)
+    return reward
+
+
+def open_agent(
+    config: Config,
+    name: str,
+    sampling: SamplingConfig,
+    data: RunData,
+    closing: AsyncExitStack,
+    **parts: Any,
+) -> AgentLoop:
+    """The agent loop of a training task, until `closing` ends; `parts` are those of `build_agent`."""
+    positions = context_length(config.model.path)
+    task, where = config.tasks[name], f"tasks.{name}"
+    agent_loop = build_agent(where, task, sampling, chat=data.chat, positions=positions, **parts)
     if isinstance(agent_loop, FunctionAgent):
         closing.push_async_callback(agent_loop.close)
     return agent_loop
@@ -505,14 +526,8 @@ def _eval_tasks(
     settings, tasks = config.eval, []
     for name, task in settings.tasks.items():
         sampling = config.eval_sampling(name)
-        reward = build_reward(
-            task.rewards,
-            max_tokens=sampling.max_tokens,
-            waits=waits,
-            lane=f"rewards of eval {name}",
-            is_chat=data.evaluation[name].is_chat,
-        )
-        closing.push_async_callback(reward.close)
+        is_chat, lane = data.evaluation[name].is_chat, f"rewards of eval {name}"
+        reward = open_reward(task, sampling, is_chat, closing, waits=waits, lane=lane)
         tasks.append(
             EvalTask(
                 name=name,

@@ -14,20 +14,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from penstock.config import Config, EvalConfig
-from penstock.data.dataset import context_length
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.errors import EngineError, RewardError, UserError
 from penstock.files import write_whole
-from penstock.reward import VerifiableReward, build_reward
-from penstock.rollout.agent.build import build_agent, check_agent, loop_class
-from penstock.rollout.agent.function import FunctionAgent, InterruptedCalls
+from penstock.reward import VerifiableReward
+from penstock.rollout.agent import AgentLoop
+from penstock.rollout.agent.build import check_agent, loop_class
+from penstock.rollout.agent.function import InterruptedCalls
 from penstock.rollout.evaluation.evaluate import KeptCalls
-from penstock.run.job import serve_agents
+from penstock.run.job import open_agent, open_reward, serve_agents
 from penstock.run.run_data import RunData
 from penstock.store.journal import Journal
 from penstock.types import Group, Rollout, Score, Status
@@ -81,35 +80,31 @@ async def score_groups(
         data = await RunData.read(config)
         rewards: dict[str, VerifiableReward] = {}
         for name in tasks:
-            rewards[name] = build_reward(
-                config.tasks[name].rewards,
-                max_tokens=config.task_sampling(name).max_tokens,
-                is_chat=data.train[name].is_chat,
-            )
-            closing.push_async_callback(rewards[name].close)
+            sampling, is_chat = config.task_sampling(name), data.train[name].is_chat
+            rewards[name] = open_reward(config.tasks[name], sampling, is_chat, closing)
         played = [name for name, how in tasks.items() if how == "agent"]
         endpoint = await serve_agents([config.tasks[name] for name in played], closing)
 
         async def score(group: Group) -> None:
-            if group.task in played:
-                agent = build_agent(
-                    f"tasks.{group.task}",
-                    config.tasks[group.task],
+            if group.task not in played:
+                scores.update(_by_rollout(await _score(rewards[group.task], group)))
+                return
+            async with AsyncExitStack() as ending:
+                agent = open_agent(
+                    config,
+                    group.task,
                     config.task_sampling(group.task),
-                    engine=_NoEngine(),  # type: ignore[arg-type]
+                    data,
+                    ending,
+                    engine=_NoEngine(),
                     reward=rewards[group.task],
-                    chat=data.chat,
                     recorder=KeptCalls(),
                     endpoint=endpoint,
-                    positions=context_length(config.model.path),
-                    note=lambda text: None,
                     interrupted=InterruptedCalls(
                         calls=journal.calls(group.group_id), tools=journal.tools(group.group_id)
                     ),
                 )
                 scores.update(_by_rollout(await _play(agent, group)))
-            else:
-                scores.update(_by_rollout(await _score(rewards[group.task], group)))
 
         for some in _chunks(group for group in groups if group.task in tasks):
             await asyncio.gather(*map(score, some))
@@ -147,7 +142,7 @@ async def _score(reward: VerifiableReward, group: Group) -> list[NewScore]:
     ]
 
 
-async def _play(agent: Any, group: Group) -> list[NewScore]:
+async def _play(agent: AgentLoop, group: Group) -> list[NewScore]:
     """Let the agent play the recorded rollouts of a group again."""
     again = [
         Rollout(
@@ -160,11 +155,7 @@ async def _play(agent: Any, group: Group) -> list[NewScore]:
         )
         for rollout in group.rollouts
     ]
-    try:
-        await agent.generate_group(again)
-    finally:
-        if isinstance(agent, FunctionAgent):
-            await agent.close()
+    await agent.generate_group(again)
     return [
         NewScore(rollout_id=rollout.rollout_id, score=rollout.score, earned=rollout.earned)
         if rollout.status is Status.COMPLETED

@@ -29,7 +29,7 @@ from penstock.reward.sandbox.layers import Isolation, Search, find_isolation
 from penstock.reward.sandbox.self_check import check
 from penstock.reward.sandbox.settings import ACCEPT_WEAKER, SandboxSettings, job_limits
 from penstock.reward.sandbox.verify import verify
-from stages.sandbox_pools import MODES, left_over, make_pool
+from stages.sandbox_pools import MODES, factories, left_over, make_pool
 
 PLAIN = Mode(bubblewrap=False, namespaces=False, user_namespace=False)
 TESTS = {"inputs": ["a"], "outputs": ["a"]}
@@ -283,15 +283,22 @@ def test_a_factory_that_dies_is_replaced() -> None:
     pool = make_pool("namespaces")
     try:
         assert verify(pool, TESTS, "print(input())", 30).passed
-        factory = pool._factory
-        assert factory is not None
-        factory._process.kill()
-        factory._process.wait()
+        dead = factories()
+        os.kill(min(dead), signal.SIGKILL)  # the factory, older than its sandboxes
+        assert left_over() == []
         assert verify(pool, TESTS, "print(input())", 30).passed
-        assert pool._factory is not factory
+        assert not set(dead) & set(factories())
     finally:
         pool.close()
-    factory.close()  # as a thread does that finds it dead while another closes the pool
+    assert left_over() == []
+
+
+def test_a_factory_may_be_closed_twice() -> None:
+    """By a thread that finds it dead, and by the thread that closes the pool."""
+    pool = make_pool("namespaces")
+    factory = SandboxFactory(pool.isolation.mode, pool.settings)
+    factory.close()
+    factory.close()
     assert left_over() == []
 
 
@@ -327,13 +334,13 @@ def test_a_thread_that_waits_for_a_factory_keeps_its_socket_until_it_is_woken(
 HOST = """
 import sys
 sys.path.insert(0, {tests!r})
-from stages.sandbox_pools import make_pool
+from stages.sandbox_pools import factories, make_pool
 from penstock.reward.sandbox.settings import job_limits
 pool = make_pool({mode!r})
 with pool.sandbox() as sandbox:
     job = dict(job="program", source="import time\\ntime.sleep(600)", stdin="")
     sandbox.start(job, job_limits(pool.settings, 600.0))
-    print(pool._factory._process.pid, sandbox.pid, flush=True)
+    print(*factories(), flush=True)
     sys.stdin.read()
 """
 

@@ -252,7 +252,7 @@ def test_a_referee_that_ends_is_replaced(pool: SandboxPool) -> None:
     tests = {"inputs": ["1"], "outputs": ["1"]}
     assert verify(pool, tests, "print(input())", 30).passed
     with pool.referee() as referee:
-        referee._sandbox._factory.end(referee._sandbox.pid)
+        referee.end()
     assert verify(pool, tests, "print(input())", 30).passed
 
 
