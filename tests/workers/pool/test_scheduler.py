@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.workers.pool.scheduler import Scheduler, Work
+from penstock.workers.pool.scheduler import EngineLoad, Scheduler, Work
 
 SLOTS = 4
 
@@ -18,22 +18,26 @@ def work(size: int = 1, *, longest: int = 100, prompt: int = 10, least_version: 
     return Work(size=size, tokens=size * (longest + prompt), least_version=least_version)
 
 
+def scheduler_of(engines: int, *, slots: int = SLOTS) -> Scheduler:
+    return Scheduler([EngineLoad() for _ in range(engines)], slots)
+
+
 def measured(scheduler: Scheduler, index: int, *, seconds: float, length: int) -> None:
     """Let an engine answer once, so that the scheduler knows its speed."""
-    known, serving = work(), scheduler.serving
+    known, serving = work(), [engine for engine in scheduler.engines if engine.serves]
     for other in serving:
-        scheduler.let_serve(other, other == index)
+        other.serves = other is scheduler.engines[index]
     assert scheduler.offer(known, 0.0) == index
     scheduler.release(known, seconds, [length])
     for other in serving:
-        scheduler.let_serve(other, True)
+        other.serves = True
 
 
 # ---- binding, by hand
 
 
 def test_work_beyond_the_slots_waits_and_goes_to_whoever_has_room_first() -> None:
-    scheduler = Scheduler(2, SLOTS)
+    scheduler = scheduler_of(2)
     for index in (0, 1):
         measured(scheduler, index, seconds=1.0, length=10)
     works = [work() for _ in range(14)]
@@ -48,13 +52,13 @@ def test_work_beyond_the_slots_waits_and_goes_to_whoever_has_room_first() -> Non
 
 
 def test_one_engine_alone_takes_all_at_once() -> None:
-    scheduler = Scheduler(1, SLOTS)
+    scheduler = scheduler_of(1)
     assert [scheduler.offer(work(8), 0.0) for _ in range(9)] == [0] * 9
 
 
 def test_responses_that_end_before_the_longest_of_their_work_make_room_for_more() -> None:
     """On average half of the bound requests run, so twice as many are bound."""
-    scheduler = Scheduler(2, SLOTS)
+    scheduler = scheduler_of(2)
     for _ in range(50):
         first = work(2)
         scheduler.offer(first, 0.0)
@@ -64,21 +68,20 @@ def test_responses_that_end_before_the_longest_of_their_work_make_room_for_more(
 
 
 def test_an_engine_without_the_weights_that_are_asked_for_is_passed_over() -> None:
-    scheduler = Scheduler(2, SLOTS)
-    scheduler.loaded(1, 1)
+    scheduler = scheduler_of(2)
+    scheduler.engines[1].version = 1
     assert scheduler.offer(work(least_version=1), 0.0) == 1
     assert scheduler.offer(work(least_version=1), 0.0) == 1
     assert scheduler.offer(work(least_version=2), 0.0) is None
-    scheduler.loaded(0, 2)
+    scheduler.engines[0].version = 2
     (bound,) = scheduler.bindings(0.0)
     assert bound.engine == 0
 
 
 def test_a_slow_engine_does_not_begin_what_the_others_will_soon_be_through_with() -> None:
-    scheduler = Scheduler(2, SLOTS)
+    scheduler = scheduler_of(2)
     measured(scheduler, 0, seconds=1.0, length=100)
     measured(scheduler, 1, seconds=10.0, length=100)
-    scheduler.let_serve(0, True)
     fast = [work() for _ in range(5)]
     assert [scheduler.offer(one, 0.0) for one in fast] == [0] * 5
     assert scheduler.offer(work(), 0.0) is None  # the fast engine has a slot soon and ends at 2 s
@@ -89,38 +92,36 @@ def test_a_slow_engine_does_not_begin_what_the_others_will_soon_be_through_with(
 
 def test_engines_that_differ_by_their_last_answers_share_the_work() -> None:
     """The one that decoded more rows, or had a request in its queue, was measured as a little slower."""
-    scheduler = Scheduler(2, SLOTS)
+    scheduler = scheduler_of(2)
     measured(scheduler, 0, seconds=1.0, length=100)
     measured(scheduler, 1, seconds=1.3, length=100)
-    scheduler.let_serve(0, True)
     taken = [scheduler.offer(work(), 0.0) for _ in range(4)]
     assert {0, 1} <= set(taken[:2])
     assert taken.count(1) == 2
 
 
 def test_an_engine_that_was_slow_is_tried_again_now_and_then() -> None:
-    scheduler = Scheduler(2, 1024)
+    scheduler = scheduler_of(2, slots=1024)
     measured(scheduler, 0, seconds=1.0, length=100)
     measured(scheduler, 1, seconds=10.0, length=100)
-    scheduler.let_serve(0, True)
     taken = [scheduler.offer(work(), 0.0) for _ in range(600)]
     assert taken.count(1) == 2
     assert taken[:256].count(1) == 0
 
 
 def test_work_does_not_wait_for_a_faster_engine_whose_weights_are_too_old() -> None:
-    scheduler = Scheduler(2, SLOTS)
+    scheduler = scheduler_of(2)
     measured(scheduler, 0, seconds=10.0, length=100)
     measured(scheduler, 1, seconds=1.0, length=100)
     assert scheduler.offer(work(), 0.0) == 1
-    scheduler.loaded(0, version=1)
+    scheduler.engines[0].version = 1
     assert scheduler.offer(work(least_version=1), 0.0) == 0
-    scheduler.loaded(1, version=1)
+    scheduler.engines[1].version = 1
     assert scheduler.offer(work(least_version=1), 0.0) == 1
 
 
 def test_work_that_comes_back_is_before_all_that_waits() -> None:
-    scheduler = Scheduler(2, SLOTS)
+    scheduler = scheduler_of(2)
     scheduler.hold(True)
     late, back = work(), work()
     assert scheduler.offer(late, 0.0) is None
@@ -130,7 +131,7 @@ def test_work_that_comes_back_is_before_all_that_waits() -> None:
 
 
 def test_an_engine_several_times_slower_than_the_fastest_is_named() -> None:
-    scheduler = Scheduler(3, SLOTS)
+    scheduler = scheduler_of(3)
     for _ in range(4):
         assert scheduler.slower_than(2) is None  # too few answers are measured
         measured(scheduler, 0, seconds=1.0, length=100)
@@ -142,9 +143,7 @@ def test_an_engine_several_times_slower_than_the_fastest_is_named() -> None:
 def chosen_by_a_look_at_all(scheduler: Scheduler, one: Work) -> int | None:
     """Return the engine that the rules of docs/workers.md choose, found the long way."""
     members, common = scheduler.engines, scheduler.slots
-    alone = sum(not member.retired for member in members) == 1
-    fill = 0.5 if scheduler._fill is None else scheduler._fill
-    bound = math.inf if alone else 1.25 / max(0.125, fill)
+    bound = math.inf if len(members) == 1 else 1.25 / max(0.125, scheduler._fill or 0.5)
     version = one.least_version
     able = [
         index
@@ -155,8 +154,7 @@ def chosen_by_a_look_at_all(scheduler: Scheduler, one: Work) -> int | None:
     ]
     if scheduler.held or not able:
         return None
-    known = [member.speed for member in members if member.speed is not None]
-    average = sum(known) / len(known) if known else 1.0
+    average = scheduler._speed or 1.0
     seconds = {i: members[i].tokens / (members[i].speed or average) for i in able}
     least = min(able, key=seconds.__getitem__)
     paced = [one for one in members if one.serves and one.pace and one.version >= version]
@@ -180,7 +178,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(engines=st.integers(1, 4))
     def begin(self, engines: int) -> None:
-        self.scheduler, self.now = Scheduler(engines, SLOTS), 0.0
+        self.engines, self.now = [EngineLoad() for _ in range(engines)], 0.0
+        self.scheduler = Scheduler(self.engines, SLOTS)
         self.waiting: list[Work] = []
         self.bound: list[Work] = []
 
@@ -233,20 +232,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), serves=st.booleans())
     def come_or_go(self, data: st.DataObject, serves: bool) -> None:
         count = len(self.scheduler.engines)
-        self.scheduler.let_serve(data.draw(st.integers(0, count - 1)), serves)
+        self.scheduler.engines[data.draw(st.integers(0, count - 1))].serves = serves
         self._bind()
 
     @rule(data=st.data(), version=st.integers(0, 2), slots=st.integers(1, 8))
     def load_weights_and_tell_slots(self, data: st.DataObject, version: int, slots: int) -> None:
         index = data.draw(st.integers(0, len(self.scheduler.engines) - 1))
-        self.scheduler.loaded(index, version)
+        self.scheduler.engines[index].version = version
         self.scheduler.set_slots(index, slots)
         self._bind()
 
     @precondition(lambda self: len(self.scheduler.engines) < 6)
     @rule()
     def add(self) -> None:
-        self.scheduler.let_serve(self.scheduler.add(), True)
+        self.engines.append(EngineLoad())
         self._bind()
 
     @rule(held=st.booleans())
@@ -271,7 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def what_waits_has_something_to_wait_for(self) -> None:
         """Queued work waits for an engine that may take it and runs something, or for one that joins."""
         if hasattr(self, "scheduler") and self.waiting and not self.scheduler.held:
-            serving = [self.scheduler.engines[i] for i in self.scheduler.serving]
+            serving = [engine for engine in self.engines if engine.serves]
             able = [one for one in serving if one.version >= self.waiting[0].least_version]
             assert not able or any(member.requests for member in able)
 

@@ -86,7 +86,7 @@ class EnginePool:
         self._loads, self._may_leave = Loads(self._catch_up, events.note), may_leave
         self._engines: list[Engine] = []
         self._asks_for_slots = not slots
-        self._scheduler = Scheduler(len(supervised), slots or UNKNOWN_SLOTS)
+        self._scheduler = Scheduler(self._engines, slots or UNKNOWN_SLOTS)
         self._requests = Requests(
             self._engines,
             self._scheduler,
@@ -105,7 +105,7 @@ class EnginePool:
         self._shares_gpu = shares_gpu
         self._changed = asyncio.Event()  # a state, a reserved start or a waiting request changed
         for worker in supervised:
-            self._adopt(Engine(worker, len(self._engines)))
+            self._adopt(Engine(supervised=worker, index=len(self._engines)))
 
     def _adopt(self, engine: Engine) -> None:
         self._engines.append(engine)
@@ -125,7 +125,7 @@ class EnginePool:
     @property
     def serving(self) -> list[int]:
         """Indices of the engines that take requests."""
-        return self._scheduler.serving
+        return [engine.index for engine in self._engines if engine.serves]
 
     @property
     def count(self) -> int:
@@ -140,11 +140,11 @@ class EnginePool:
         assert state in MOVES[engine.state], f"{engine.state} -> {state}"
         engine.state, engine.reason = state, reason
         if engine.loaded is not None:
-            self._scheduler.loaded(engine.index, engine.loaded[0])
-        self._scheduler.let_serve(
-            engine.index, state is EngineState.SERVING, retired=state is EngineState.RETIRED
-        )
-        if not self.serving:
+            engine.version = engine.loaded[0]
+        engine.serves = state is EngineState.SERVING
+        if state is EngineState.RETIRED:
+            self._scheduler.count_retired()
+        if not self._any_serves():
             self._requests.unqueue_all()
         self._requests.bind_queued()
         self._changed.set()
@@ -166,9 +166,14 @@ class EnginePool:
         await engine.supervised.replace(reason, traceback="\n".join(notes))
         self._lost(engine)
 
+    def _any_serves(self) -> bool:
+        return any(engine.serves for engine in self._engines)
+
     async def _until_one_serves(self, batch: PromptBatch | None = None) -> None:
         """Wait until an engine serves, or `batch` has ended; raise EnginesLost if all are dead."""
-        while not self.serving and (batch is None or (batch.left and not self._requests.closed)):
+        while not self._any_serves() and (
+            batch is None or (batch.left and not self._requests.closed)
+        ):
             if not self.count:
                 reasons = [engine.reason for engine in self._in(EngineState.DEAD)]
                 raise EnginesLost("no engine is left: " + "; ".join(reasons))
@@ -220,7 +225,8 @@ class EnginePool:
     async def _prepare(self, engine: Engine, call: Call) -> None:
         """Load the newest weights into a worker that does not serve yet."""
         engine.loaded = None
-        engine.earlier_tokens, engine.tokens = engine.earlier_tokens + engine.tokens, 0
+        engine.generated_before += engine.generated
+        engine.generated = 0
         await self._weights.renewing(
             lambda: self._weights.load_newest(engine, call), partial(self._lend_gpu, engine, call)
         )
@@ -262,10 +268,11 @@ class EnginePool:
 
     async def _add(self, make: Callable[[int], Supervised]) -> Supervised:
         index = len(self._engines)
-        engine = Engine(make(index), index, EngineState.STARTING)
+        engine = Engine(
+            supervised=make(index), index=index, state=EngineState.STARTING, serves=False
+        )
         async with self._reserve_start(engine):
             await engine.supervised.start()
-            self._scheduler.add()
             self._adopt(engine)
             await self._prepare(engine, engine.supervised.call)
         await self._join(engine)
@@ -307,12 +314,10 @@ class EnginePool:
 
     def _least_busy(self) -> Engine | None:
         """The least busy engine with the newest weights, if it is not the only one."""
-        members = self._scheduler.engines
-        newest = max((members[index].version for index in self.serving), default=0)
-        able = [index for index in self.serving if members[index].version == newest]
-        if len(able) < 2:
-            return None
-        return self._engines[min(able, key=lambda index: members[index].tokens)]
+        serving = self._in(EngineState.SERVING)
+        newest = max((engine.version for engine in serving), default=0)
+        able = [engine for engine in serving if engine.version == newest]
+        return min(able, key=lambda engine: engine.tokens) if len(able) > 1 else None
 
     async def _take_back(self, engine: Engine) -> None:
         async def take_back() -> None:
@@ -464,11 +469,11 @@ class EnginePool:
             if engine.supervised.worker is worker:  # otherwise a restarted worker serves already
                 await self._end(engine, error)
             raise WorkerDied(str(error)) from error
-        engine.tokens = stats.tokens_generated
+        engine.generated = stats.tokens_generated
         if self._asks_for_slots and stats.slots and stats.slots != engine.slots:
             engine.slots = stats.slots
             self._scheduler.set_slots(engine.index, stats.slots)
-        return replace(stats, tokens_generated=engine.tokens + engine.earlier_tokens)
+        return replace(stats, tokens_generated=engine.generated + engine.generated_before)
 
     async def _is_alive(self, engine: Engine) -> bool:
         return bool(await self._each(self._stats_of, [engine]))
@@ -574,7 +579,7 @@ class EnginePool:
 
     def _note_version(self, engine: Engine) -> None:
         if engine.loaded is not None:
-            self._scheduler.loaded(engine.index, engine.loaded[0])
+            engine.version = engine.loaded[0]
             self._requests.bind_queued()
 
     def _tell_first_loaded(self, version: int, digest: str) -> None:

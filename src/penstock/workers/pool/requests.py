@@ -20,7 +20,7 @@ import numpy as np
 from penstock.engine.protocol import EngineStats, FinishReason, Generation, GenerationRequest
 from penstock.errors import EngineError, PartFailed, RunError, WorkerDied
 from penstock.types import WeightHandle
-from penstock.workers.pool.scheduler import Scheduler, Work
+from penstock.workers.pool.scheduler import EngineLoad, Scheduler, Work
 from penstock.workers.supervise.supervised import Supervised
 
 # A request fails after so many deaths of the only engine that served. More than launch.max_restarts by
@@ -49,8 +49,8 @@ MOVES = {
 }
 
 
-@dataclass(slots=True, eq=False)
-class Engine:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Engine(EngineLoad):
     """One engine: its supervised worker and what the pool knows of it."""
 
     supervised: Supervised
@@ -59,9 +59,8 @@ class Engine:
     reason: str = ""  # why it is dead
     loaded: tuple[int, str] | None = None  # version and digest that its worker confirmed
     loading: WeightHandle | None = None  # what its worker was asked to load and has not confirmed
-    slots: int = 0  # requests that it runs at once, from its last stats; 0: unknown
-    tokens: int = 0  # tokens that the current worker generated, from its last stats
-    earlier_tokens: int = 0  # tokens that its dead workers generated
+    generated: int = 0  # tokens that the current worker generated, from its last stats
+    generated_before: int = 0  # tokens that its dead workers generated
 
     @property
     def name(self) -> str:
@@ -249,7 +248,7 @@ class Requests:
         self, batch: PromptBatch, engine: Engine, answers: list[Generation], died: bool
     ) -> None:
         """Keep what an engine answered; what failed with its death is left for another one."""
-        if died and not any(other != engine.index for other in self._scheduler.serving):
+        if died and not any(other.serves for other in self._engines if other is not engine):
             batch.last_engine_deaths += 1
         batch.take(answers, retry_failed=died and batch.last_engine_deaths < _LAST_ENGINE_DEATHS)
         batch.end("abort", batch.aborted)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 _NEWEST_SHARE = 0.2  # weight of the last answer in a running average
 _AHEAD = 1.25  # requests to bind per request that can run, so that a free slot is refilled at once
@@ -43,13 +44,12 @@ class EngineLoad:
     """One engine as the scheduler sees it."""
 
     serves: bool = True  # whether the engine takes work
-    retired: bool = False  # the engine never takes work again
     version: int = 0  # policy version of its weights
     slots: int = 0  # requests that it runs at once; 0: as many as every engine
     requests: int = 0  # requests bound to it
     tokens: int = 0  # tokens of these requests
-    speed: float | None = None  # outstanding tokens finished per second
-    pace: float | None = None  # tokens per second of one response; known if the speed is
+    speed: float = 0.0  # outstanding tokens finished per second; 0: not measured yet
+    pace: float = 0.0  # tokens per second of one response; known if the speed is
     answers: int = 0  # answers measured so far
     refused: int = 0  # skips in a row: work waited for another engine instead
 
@@ -57,39 +57,28 @@ class EngineLoad:
 class Scheduler:
     """Consumes offers and answers, produces bindings. While it is held, nothing is bound."""
 
-    def __init__(self, engines: int, slots: int) -> None:
-        self.engines = [EngineLoad() for _ in range(engines)]
+    def __init__(self, engines: Sequence[EngineLoad], slots: int) -> None:
+        """engines: by their index; more may be added, and each may cease to serve."""
+        self.engines = engines
         self.slots = slots  # requests that an engine runs at once if it does not say
+        self._num_retired = 0  # engines that never take work again
         self.held = False
         self.waiting = 0  # requests in the queue
         self.running = 0  # requests that are bound
         self._queue: deque[Work] = deque()
-        self._fill: float | None = None  # share of bound requests that still run
+        self._speed = 0.0  # average of all engines
+        self._fill = 0.0  # share of bound requests that still run; 0: unknown
 
     # ---- engines
-
-    @property
-    def serving(self) -> list[int]:
-        """Indices of the engines that take work."""
-        return [index for index, engine in enumerate(self.engines) if engine.serves]
-
-    def add(self) -> int:
-        """Add an engine that does not serve yet; return its index."""
-        self.engines.append(EngineLoad(serves=False))
-        return len(self.engines) - 1
-
-    def let_serve(self, index: int, serves: bool, *, retired: bool = False) -> None:
-        engine = self.engines[index]
-        engine.serves, engine.retired = serves, engine.retired or retired
-
-    def loaded(self, index: int, version: int) -> None:
-        """Note the version of an engine's weights."""
-        self.engines[index].version = version
 
     def set_slots(self, index: int, slots: int) -> None:
         """Note how many requests an engine runs at once; for engines that do not say, the fewest count."""
         self.engines[index].slots = slots
         self.slots = min(engine.slots for engine in self.engines if engine.slots)
+
+    def count_retired(self) -> None:
+        """Note that one engine more never takes work again."""
+        self._num_retired += 1
 
     def hold(self, held: bool) -> None:
         """Bind nothing while `held`."""
@@ -97,15 +86,13 @@ class Scheduler:
 
     def slower_than(self, index: int) -> int | None:
         """The fastest engine if this one makes responses several times slower, else None."""
-        judged = {
-            place: engine.pace
-            for place in self.serving
-            if (engine := self.engines[place]).answers >= _ANSWERS_TO_JUDGE and engine.pace
-        }
-        if index not in judged:
+        enough = _ANSWERS_TO_JUDGE
+        measured = [each for each in self.engines if each.serves and each.answers >= enough]
+        engine = self.engines[index]
+        if engine not in measured:
             return None
-        fastest = max(judged, key=judged.__getitem__)
-        return fastest if judged[fastest] > _SLOW * judged[index] else None
+        fastest = max(measured, key=attrgetter("pace"))
+        return self.engines.index(fastest) if fastest.pace > _SLOW * engine.pace else None
 
     # ---- binding
 
@@ -171,49 +158,48 @@ class Scheduler:
 
     def _choose(self, work: Work) -> int | None:
         """The engine that takes this work now, by the seconds of work that it has; or None."""
-        if self.held:
-            return None
-        able = [
-            engine
-            for engine in self.engines
-            if engine.serves and engine.version >= work.least_version
-        ]
-        per_slot = self._bound_per_slot()
-        free = [engine for engine in able if engine.requests < self._slots_of(engine) * per_slot]
-        if not free:
-            return None
-        seconds = self._seconds_of_work()
-        chosen = min(free, key=seconds)
-        least_pace = self._least_pace(work, able)
-        if (chosen.pace or math.inf) < least_pace and chosen.refused < _REFUSALS:
-            chosen.refused += 1
-            fast = [engine for engine in free if (engine.pace or math.inf) >= least_pace]
-            if not fast:
-                return None
-            chosen = min(fast, key=seconds)
-        return self.engines.index(chosen)
+        chosen = None if self.held else self._least_busy(work.least_version)
+        if chosen is not None and chosen.pace and chosen.refused < _REFUSALS:
+            least_pace = self._least_pace(work)
+            if chosen.pace < least_pace:
+                chosen.refused += 1
+                chosen = self._least_busy(work.least_version, least_pace)
+        return None if chosen is None else self.engines.index(chosen)
 
-    def _seconds_of_work(self) -> Callable[[EngineLoad], float]:
-        """A function of an engine; one that is not measured yet counts as fast as the average."""
-        speeds = [engine.speed for engine in self.engines if engine.speed is not None]
-        average = sum(speeds) / len(speeds) if speeds else 1.0
-        return lambda engine: engine.tokens / (engine.speed or average)
+    def _least_busy(self, least_version: int, least_pace: float = 0.0) -> EngineLoad | None:
+        """The engine with a free slot that would finish its tokens first.
 
-    def _least_pace(self, work: Work, able: Sequence[EngineLoad]) -> float:
+        One that is not measured yet counts as fast as the average.
+        """
+        chosen, least_s = None, math.inf
+        slots, average, per_slot = self.slots, self._speed or 1.0, self._bound_per_slot()
+        for engine in self.engines:
+            if not engine.serves or engine.version < least_version:
+                continue
+            if (
+                engine.requests >= (engine.slots or slots) * per_slot
+                or 0 < engine.pace < least_pace
+            ):
+                continue
+            seconds = engine.tokens / (engine.speed or average)
+            if seconds < least_s:
+                chosen, least_s = engine, seconds
+        return chosen
+
+    def _least_pace(self, work: Work) -> float:
         """The pace below which the other engines would finish the queue before one response is made.
 
-        able: the engines that may take the work; those with older weights finish nothing of it.
+        Engines with weights that are too old for this work finish nothing of it.
         """
-        paces = [(engine.pace, self._slots_of(engine)) for engine in able if engine.pace]
-        if not paces:
-            return 0.0
-        fastest = max(pace for pace, _ in paces)
-        together = sum(pace * slots for pace, slots in paces)
+        slots, fastest, together = self.slots, 0.0, 0.0
+        for engine in self.engines:
+            pace = engine.pace
+            if pace and engine.serves and engine.version >= work.least_version:
+                together += pace * (engine.slots or slots)
+                if pace > fastest:
+                    fastest = pace
         waiting = self.waiting if work.is_queued else self.waiting + work.size
         return 1 / max(1 / fastest + waiting / together, _ALIKE / fastest)
-
-    def _slots_of(self, engine: EngineLoad) -> int:
-        return engine.slots or self.slots
 
     def _bound_per_slot(self) -> float:
         """How many requests to bind per slot of an engine, by the share of bound ones that still runs.
@@ -221,22 +207,20 @@ class Scheduler:
         Work is answered whole: its first responses that end wait for its longest one. One engine alone has a
         queue of its own.
         """
-        if sum(not engine.retired for engine in self.engines) == 1:
+        if len(self.engines) - self._num_retired == 1:
             return math.inf
-        fill = _UNKNOWN_FILL if self._fill is None else self._fill
-        return _AHEAD / max(_LEAST_FILL, fill)
+        return _AHEAD / max(_LEAST_FILL, self._fill or _UNKNOWN_FILL)
 
     def _measure(
         self, engine: EngineLoad, work: Work, seconds: float, lengths: Sequence[int]
     ) -> None:
         longest = max(1, *lengths)
-        engine.speed = _average(engine.speed, work.ahead / seconds)
+        speed = work.ahead / seconds
+        engine.speed, self._speed = _average(engine.speed, speed), _average(self._speed, speed)
         engine.pace = _average(engine.pace, longest / seconds)
         engine.answers += 1
         self._fill = _average(self._fill, sum(lengths) / (len(lengths) * longest))
 
 
-def _average(before: float | None, newest: float) -> float:
-    if before is None:
-        return newest
-    return (1 - _NEWEST_SHARE) * before + _NEWEST_SHARE * newest
+def _average(before: float, newest: float) -> float:
+    return (1 - _NEWEST_SHARE) * before + _NEWEST_SHARE * newest if before else newest
