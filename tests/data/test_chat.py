@@ -110,7 +110,6 @@ def test_every_end_the_model_names_is_dropped(tmp_path: Path) -> None:
     chat = ChatTemplate(load_tokenizer(tmp_path))
     assert chat.eos_ids == (1, mark)
     assert chat.decode(chat.encode_text("<answer>2</answer><user>")) == "<answer>2</answer>"
-    assert ChatTemplate(chat.tokenizer, end_ids=[mark, 5]).eos_ids == (1, mark, 5)
 
 
 def test_without_a_template_messages_are_joined_plainly(plain_chat: ChatTemplate) -> None:

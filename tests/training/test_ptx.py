@@ -95,6 +95,33 @@ def test_lines_become_tokens(tmp_path) -> None:
     assert len(short[0].token_ids) == 3
 
 
+@pytest.mark.parametrize(
+    ("after", "taught"),
+    [
+        ("<system>\n", "3<system>"),  # Gemma, Qwen: an end of turn, and a line break behind it
+        ("<system>\n<eos>", "3<system>"),  # Phi-3: the end of the text follows
+        ("<eos>", "3<eos>"),
+        ("", "3<eos>"),  # the template ends no turn
+    ],
+)
+def test_an_answer_ends_as_the_template_ends_a_turn(tmp_path, after, taught) -> None:
+    tokenizer = load_tokenizer("demo")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% if m.role == 'assistant' %}"
+        + after
+        + "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    path = tmp_path / "texts.jsonl"
+    turns = [("user", "1+1="), ("assistant", "2"), ("user", "1+2="), ("assistant", " 3 ")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    path.write_text(json.dumps({"messages": messages}))
+    template = ChatTemplate(tokenizer)
+    (text,) = read_texts(PtxConfig(coefficient=0.1, data=str(path)), template)
+    assert template.decode_prompt(text.token_ids[text.predictors + 1]) == taught
+    prompt = template.encode(messages[:-1])
+    assert text.token_ids[: len(prompt)].tolist() == prompt.tolist()
+
+
 @pytest.mark.parametrize("adds", [True, False])
 def test_a_text_begins_as_the_tokenizer_begins_one(tmp_path, adds) -> None:
     """Llama's and Gemma's tokenizers add a beginning-of-sequence token, GPT-2's has one and does not."""

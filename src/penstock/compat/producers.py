@@ -23,7 +23,7 @@ from penstock.config import Config
 from penstock.config.plugins import load
 from penstock.config.source import to_toml, validate
 from penstock.data import load_dataset
-from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.data.chat import ChatTemplate
 from penstock.data.sampler import rollout_seed
 from penstock.engine import ENGINES
 from penstock.errors import RunError, UserError
@@ -111,8 +111,7 @@ class BaseProducer:
         from penstock.weights.in_process import InProcessSync
 
         config = self.config
-        tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
-        self._chat = ChatTemplate(tokenizer)
+        self._chat = ChatTemplate.from_config(config.model)
         self._dataset = load_dataset("train", config.tasks["train"], self._chat, config.seed)
         self._reward = build_reward(
             config.tasks["train"].rewards,

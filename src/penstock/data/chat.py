@@ -7,15 +7,17 @@ prompt. Does not cut prompts and does not know datasets. transformers is importe
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
+from penstock.config import ModelConfig
+from penstock.config.demo import policy_path
+from penstock.data.end_tokens import EndTokens
 from penstock.errors import UserError
 
 Message = Mapping[str, Any]
@@ -25,12 +27,8 @@ _PROBE = "probe7341"  # text that no template writes itself
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a folder or hub name; `demo` is the policy that ships with Penstock."""
-    if str(path) == "demo":
-        from penstock.config.demo import policy_path
-
-        path = policy_path()
+    path = _folder_or_name(path)
     _check_folder(path)
-    path = Path(path).expanduser() if str(path).startswith("~") else path
     from transformers import AutoTokenizer
 
     try:
@@ -41,6 +39,12 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
             f"tokenizer: got {str(path)!r}, allowed: a folder or hub name of a transformers "
             f"tokenizer ({reason})"
         ) from error
+
+
+def _folder_or_name(path: str | Path) -> str | Path:
+    if str(path) == "demo":
+        return policy_path()
+    return Path(path).expanduser() if str(path).startswith("~") else path
 
 
 def _check_folder(path: str | Path) -> None:
@@ -60,30 +64,6 @@ def _check_folder(path: str | Path) -> None:
         )
 
 
-def _model_end_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The end-of-sequence ids of the model beside a tokenizer; a chat model may have several."""
-    source = str(getattr(tokenizer, "name_or_path", "") or "")
-    if not source:
-        return ()
-    if Path(source).is_dir():
-        files = [Path(source) / name for name in ("generation_config.json", "config.json")]
-        settings = [json.loads(file.read_text("utf-8")) for file in files if file.is_file()]
-        named = [setting.get("eos_token_id") for setting in settings]
-    else:
-        named = [_hub_end_ids(source)]
-    ids = [end if isinstance(end, list) else [end] for end in named if end is not None]
-    return tuple(int(token) for group in ids for token in group)
-
-
-def _hub_end_ids(name: str) -> Any:
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(name).eos_token_id
-    except OSError:  # the model has no generation config: only the tokenizer names an end
-        return None
-
-
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
     """A message with its text as a list of one part."""
     content = message.get("content")
@@ -94,21 +74,33 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 class ChatTemplate:
     """Turns messages into prompt ids and response ids into text, for one tokenizer."""
 
-    def __init__(self, tokenizer: Any, end_ids: Sequence[int] = ()) -> None:
-        """Add `end_ids` to the ids that the tokenizer and its model name as the end of a response."""
+    def __init__(self, tokenizer: Any, model: str = "") -> None:
+        """`model` is the folder or hub name of the model that answers; empty: beside the tokenizer."""
         self.tokenizer = tokenizer
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
-        eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
-        self._eos_ids = tuple(dict.fromkeys((*eos, *_model_end_ids(tokenizer), *end_ids)))
-        around = (tokenizer.pad_token_id, tokenizer.bos_token_id)
-        self._dropped = frozenset(
-            (*self._eos_ids, *(token for token in around if token is not None))
+        self._model = model or str(getattr(tokenizer, "name_or_path", "") or "")
+
+    @classmethod
+    def from_config(cls, model: ModelConfig) -> Self:
+        tokenizer = load_tokenizer(
+            model.tokenizer or model.path, trust_remote_code=model.trust_remote_code
         )
+        return cls(tokenizer, str(_folder_or_name(model.path)))
+
+    @cached_property
+    def end_tokens(self) -> EndTokens:
+        return EndTokens.find(self.tokenizer, self._model, self._end_of_turn())
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """The ids that end a response, the tokenizer's own first; empty if nothing names one."""
-        return self._eos_ids
+        return self.end_tokens.ids
+
+    @cached_property
+    def _dropped(self) -> frozenset[int]:
+        """The ids that are no part of a response's text."""
+        around = (self.tokenizer.pad_token_id, self.tokenizer.bos_token_id)
+        return frozenset((*self.eos_ids, *(token for token in around if token is not None)))
 
     @property
     def pad_id(self) -> int:
@@ -173,6 +165,33 @@ class ChatTemplate:
             return "\n".join(str(message["content"]) for message in conversation)
         return self._apply_template(conversation, arguments or {})
 
+    def render_answer(self, messages: Sequence[Message]) -> tuple[str, str]:
+        """The last message as the template continues the prompt with it, and what it writes after it."""
+        content = str(messages[-1]["content"])
+        if not self.has_template:
+            return content, ""
+        prompt = self.render(messages[:-1])
+        whole = self._apply_template([dict(m) for m in messages], {}, add_generation_prompt=False)
+        start = len(prompt) if whole.startswith(prompt) else max(whole.rfind(content.strip()), 0)
+        place = whole.rfind(content.strip(), start)  # many templates trim
+        end = len(whole) if place < 0 else place + len(content.strip())
+        return whole[start:end], whole[end:]
+
+    def _end_of_turn(self) -> str:
+        """What the template writes after an answer, unless it writes the same after a question.
+
+        Then it may be the beginning of the next answer, which some templates always write.
+        """
+        if not self.has_template:
+            return ""
+        question, answer = ({"role": r, "content": _PROBE} for r in ("user", "assistant"))
+        try:
+            ending = self.render_answer([question, answer])[1]
+            prompt = self.render([question])
+        except (UserError, TypeError):  # it takes no such conversation
+            return ""
+        return "" if prompt.endswith(f"{_PROBE}{ending}") else ending
+
     @cached_property
     def _wants_parts(self) -> bool:
         """Whether the template drops content that is text, as those of models with images do."""
@@ -199,7 +218,11 @@ class ChatTemplate:
                 raise UserError(f"chat_template_kwargs: got {name!r}, allowed: {allowed}")
 
     def _apply_template(
-        self, conversation: list[dict[str, Any]], arguments: Mapping[str, Any]
+        self,
+        conversation: list[dict[str, Any]],
+        arguments: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         from jinja2 import TemplateError
 
@@ -207,7 +230,10 @@ class ChatTemplate:
             conversation = [_in_parts(message) for message in conversation]
         try:
             text = self.tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=True, tokenize=False, **arguments
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **arguments,
             )
         except TemplateError as error:
             roles = ", ".join(str(message.get("role")) for message in conversation)
@@ -255,6 +281,14 @@ class ChatTemplate:
             return str(ask(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
         return decode
+
+
+def response_end_ids(model: ModelConfig) -> tuple[int, ...]:
+    """The ids that end a response of a model; none for a folder of bare weights without a tokenizer."""
+    try:
+        return ChatTemplate.from_config(model).eos_ids
+    except UserError:  # whoever encodes prompts reports a tokenizer that cannot be loaded
+        return ()
 
 
 # -- token ids to text by a table -----------------------------------------------------------------

@@ -48,7 +48,7 @@ class RemoteRequest:
         self.segments = segments
 
 
-def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
+def sampling_fields(request: GenerationRequest, end_ids: Sequence[int] = ()) -> dict[str, Any]:
     """vLLM's names and values for a request's sampling; a partial response shortens the limits."""
     sampling, tokens = request.sampling, len(request.response_ids)
     fields: dict[str, Any] = {
@@ -62,8 +62,8 @@ def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
         "logprobs": 0,
         "seed": (request.seed + tokens) % (1 << 31),
     }
-    if sampling.stop_token_ids:  # not every server knows these two
-        fields["stop_token_ids"] = list(sampling.stop_token_ids)
+    if stops := sorted({*end_ids, *sampling.stop_token_ids}):  # not every server knows these two
+        fields["stop_token_ids"] = stops
     if sampling.stop:
         fields["stop"] = list(sampling.stop)
     return fields

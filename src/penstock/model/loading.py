@@ -7,7 +7,7 @@ adapters and master weights are set by the caller; tokenizers are loaded in `dat
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -84,6 +84,18 @@ def load_causal_lm(
             "allowed: a folder or hub name of a transformers causal LM"
         ) from error
     return model.to(device).eval()
+
+
+def add_end_ids(model: Any, ids: Iterable[int]) -> None:
+    """Let responses of this model end at these ids too; a saved model keeps them.
+
+    Ids beyond the vocabulary, of a tokenizer that has grown, cannot be sampled.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    own = end_ids(model)
+    ends = tuple(dict.fromkeys((*own, *(token for token in ids if token < vocabulary))))
+    if ends != own:
+        model.generation_config.eos_token_id = list(ends)
 
 
 def end_ids(model: Any) -> tuple[int, ...]:

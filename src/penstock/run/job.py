@@ -136,7 +136,9 @@ async def open_job(
         data, facts, total_steps, workers = await _load_and_launch(
             config, folder, base.events, closing, report
         )
-        doubts: list[str] = []  # told when the tracker is there
+        doubts = data.chat.end_tokens.difference(
+            data.chat.tokenizer
+        )  # told when the tracker is there
         asking = (*config.tasks.values(), *config.eval.tasks.values())
         endpoint = await serve_agents(asking, closing)
         parts = _TaskParts(

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from penstock.config import Config, TaskDataConfig
 from penstock.data import Dataset, load_dataset
-from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.data.chat import ChatTemplate
 from penstock.data.dataset import check_context
 from penstock.reward import fields_read
 
@@ -30,11 +30,7 @@ class RunData:
 
     @classmethod
     def load(cls, config: Config, with_training: bool = True) -> RunData:
-        tokenizer = load_tokenizer(
-            config.model.tokenizer or config.model.path,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        chat = ChatTemplate(tokenizer)
+        chat = ChatTemplate.from_config(config.model)
         tasks = config.tasks if with_training else {}
 
         def load_one(name: str, task: TaskDataConfig) -> Dataset:

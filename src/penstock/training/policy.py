@@ -20,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.config import LoraConfig, ModelConfig
 from penstock.config.demo import resolve_model_path
+from penstock.data.chat import response_end_ids
 from penstock.errors import UserError
 from penstock.model import packed_attention
-from penstock.model.loading import choose_device, end_ids, format_of, load_causal_lm
+from penstock.model.loading import add_end_ids, choose_device, end_ids, format_of, load_causal_lm
 from penstock.model.norms import fuse_norms, restore_norms
 from penstock.model.parallel_plan import check_stages, tensor_plan
 from penstock.model.stored_weights import StoredWeights, build
@@ -442,12 +443,14 @@ def trainer_device(config: ModelConfig) -> torch.device:
 def load_policy(path: str, config: ModelConfig, dtype: torch.dtype) -> Any:
     """Load a model for a policy; `model_check.py` decides whether it can train."""
     packed_attention.register()
-    return load_causal_lm(
+    model = load_causal_lm(
         resolve_model_path(path),
         dtype=dtype,
         device=trainer_device(config),
         trust_remote_code=config.trust_remote_code,
     )
+    add_end_ids(model, response_end_ids(config))
+    return model
 
 
 def load_for_ranks(
@@ -466,6 +469,7 @@ def load_for_ranks(
             trust_remote_code=config.trust_remote_code,
         )
         if built is not None:
+            add_end_ids(built[0], response_end_ids(config))
             return built
     return load_policy(config.path, config, dtype), None
 

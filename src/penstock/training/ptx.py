@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from penstock.config import Config, PtxConfig
-from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.data.chat import ChatTemplate
 from penstock.errors import UserError
 from penstock.training.parallel.ranks import Ranks, rank_share
 
@@ -42,11 +42,7 @@ class TextStream:
         """The stream of `train.ptx`; None if its coefficient is 0."""
         if config.train.ptx.coefficient == 0:
             return None
-        tokenizer = load_tokenizer(
-            config.model.tokenizer or config.model.path,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        return cls(read_texts(config.train.ptx, ChatTemplate(tokenizer)))
+        return cls(read_texts(config.train.ptx, ChatTemplate.from_config(config.model)))
 
     def peek(self, offset: int, count: int, ranks: Ranks) -> list[Text]:
         """This rank's share of the `count` texts that begin `offset` after the cursor."""
@@ -78,22 +74,31 @@ def read_texts(config: PtxConfig, template: ChatTemplate) -> list[Text]:
 
 def _encode(line: str, template: ChatTemplate, where: str) -> Text:
     record = _read_line(line, where)
-    end = np.array(template.eos_ids[:1], dtype=np.int32)
     messages = record.get("messages")
     if isinstance(record.get("text"), str):
         start = template.begin
         learned = template.encode_text(record["text"])
+        end = template.eos_ids[:1]
     elif isinstance(messages, list) and len(messages) > 1 and all(map(_is_message, messages)):
         start = template.encode(messages[:-1])
-        learned = template.encode_text(str(messages[-1]["content"]))
+        answer, ending = template.render_answer(messages)
+        learned = template.encode_text(answer)
+        end = _end_of_turn(ending, template)
     else:
         raise UserError(
             f"train.ptx.data: {where} got fields {sorted(record)}, allowed: `text`, or `messages` "
             "with at least two entries, each with `role` and `content`"
         )
-    token_ids = np.concatenate([start, learned, end])
+    token_ids = np.concatenate([start, learned, np.array(end, dtype=np.int32)])
     first = max(len(start) - 1, 0)
     return Text(token_ids, np.arange(first, len(token_ids) - 1))
+
+
+def _end_of_turn(ending: str, template: ChatTemplate) -> tuple[int, ...]:
+    """What follows an answer up to the token that ends a response there; nothing later is sampled."""
+    ids = template.encode_text(ending).tolist()
+    ends = [place for place, token in enumerate(ids) if token in template.eos_ids]
+    return tuple(ids[: ends[0] + 1]) if ends else template.eos_ids[:1]
 
 
 def _read_line(line: str, where: str) -> dict[str, Any]:

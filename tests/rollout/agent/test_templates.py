@@ -6,6 +6,8 @@ import json
 import re
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -137,7 +139,12 @@ def chat_of(name: str) -> ChatTemplate:
         tokenizer_object=core(), pad_token="<pad>", eos_token=first, bos_token="<bos>"
     )
     made.chat_template = TEMPLATES[name]
-    return ChatTemplate(made, made.convert_tokens_to_ids(others))
+    with TemporaryDirectory() as model:
+        ends = {"eos_token_id": made.convert_tokens_to_ids(others)}
+        (Path(model) / "generation_config.json").write_text(json.dumps(ends))
+        chat = ChatTemplate(made, model)
+        assert chat.eos_ids  # read while the folder is there
+    return chat
 
 
 @cache

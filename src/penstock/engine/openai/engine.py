@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from penstock.config.secrets import from_environment
+from penstock.data.chat import response_end_ids
 from penstock.engine.openai.server import (
     STREAMED,
     CompletionChunks,
@@ -43,7 +44,7 @@ from penstock.errors import EngineError, UserError
 from penstock.types import WeightHandle
 
 if TYPE_CHECKING:
-    from penstock.config import Config
+    from penstock.config import Config, ModelConfig
     from penstock.engine.openai.server_weights import WeightLoader, WeightPlace
 
 
@@ -96,13 +97,16 @@ class OpenAIEngine:
     with stop strings.
     """
 
-    def __init__(self, options: OpenAIOptions, *, fetch: Fetch) -> None:
+    def __init__(
+        self, options: OpenAIOptions, *, fetch: Fetch, model: ModelConfig | None = None
+    ) -> None:
         if len(options.urls) != 1:
             raise UserError(
                 f"engine.options.urls: got {len(options.urls)} URLs for one engine, allowed: one"
             )
         key = from_environment("engine.options.api_key_variable", options.api_key_variable)
-        self._options, self._fetch = options, fetch
+        self._options, self._fetch, self._policy = options, fetch, model
+        self._end_ids: tuple[int, ...] = ()
         self._server = Server(options.urls[0], options.timeout_s, key)
         self._requests = RemoteRequests()
         self._streams: set[_Stream] = set()
@@ -121,13 +125,15 @@ class OpenAIEngine:
 
     @classmethod
     def from_config(cls, config: Config, *, fetch: Fetch, index: int = 0) -> Self:
-        return cls(OpenAIOptions.from_config(config), fetch=fetch)
+        return cls(OpenAIOptions.from_config(config), fetch=fetch, model=config.model)
 
     # ---- start: what the server can do
 
     async def start(self) -> None:
         """Find the model and learn what the server can do; a server that does not answer is tried again."""
         await self._stop_watching()
+        if self._policy is not None:
+            self._end_ids = await asyncio.to_thread(response_end_ids, self._policy)
         for failures in range(self._options.retries + 1):
             try:
                 await self._learn()
@@ -268,7 +274,7 @@ class OpenAIEngine:
                 stream.ended.set()
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
-        body = completion_body(self._model, request)
+        body = completion_body(self._model, request, self._end_ids)
         if self._streaming:
             body |= STREAMED
         if self._native_pause:  # vLLM: keeps weights apart in the prefix cache

@@ -12,7 +12,7 @@ import asyncio
 import json
 import socket
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -180,14 +180,16 @@ class WrongAnswer(Exception):
     """The server's answer is malformed or does not fit the request."""
 
 
-def completion_body(model: str, request: GenerationRequest) -> dict[str, Any]:
+def completion_body(
+    model: str, request: GenerationRequest, end_ids: Sequence[int] = ()
+) -> dict[str, Any]:
     """The body of a request; a partial response joins the prompt and shortens the limits."""
     return {
         "model": model,
         "prompt": [*request.prompt_ids.tolist(), *request.response_ids.tolist()],
         "return_token_ids": True,
         "add_special_tokens": False,
-        **sampling_fields(request),
+        **sampling_fields(request, end_ids),
     }
 
 

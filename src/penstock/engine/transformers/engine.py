@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from penstock.data.chat import load_tokenizer
+from penstock.data.chat import load_tokenizer, response_end_ids
 from penstock.engine.protocol import (
     EngineStats,
     Fetch,
@@ -33,14 +33,14 @@ from penstock.engine.transformers.mailbox import Burst, Inbox, Order, Replies, R
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.engine.transformers.sequences import Finished, Runner, Sequence, TextOf
 from penstock.errors import EngineError, PenstockError, UserError
-from penstock.model.loading import load_causal_lm
+from penstock.model.loading import add_end_ids, load_causal_lm
 from penstock.types import WeightHandle
 from penstock.waits import tell_stage
 from penstock.weights.model_weights import checked_weights, model_digest
 from penstock.weights.offload import first_sentences
 
 if TYPE_CHECKING:
-    from penstock.config import Config
+    from penstock.config import Config, ModelConfig
 
 _LOADING = threading.Lock()  # transformers can load only one model at a time in a process
 
@@ -73,7 +73,7 @@ class TransformersEngine:
         """Build the engine that a config describes; `index` counts the engines of a run."""
         options = TransformersOptions.from_config(config, index)
         return cls(
-            lambda: _load_model(options),
+            lambda: _load_model(options, config.model),
             fetch=fetch,
             options=options,
             text_of=_text_decoder(options),
@@ -435,7 +435,7 @@ class TransformersEngine:
         self._closing = True
 
 
-def _load_model(options: TransformersOptions) -> torch.nn.Module:
+def _load_model(options: TransformersOptions, config: ModelConfig) -> torch.nn.Module:
     """Load the engine's model with the KV-cache attention in its layers."""
     model: torch.nn.Module = load_causal_lm(
         options.path,
@@ -444,6 +444,7 @@ def _load_model(options: TransformersOptions) -> torch.nn.Module:
         trust_remote_code=options.trust_remote_code,
         attention=IMPLEMENTATION,
     )
+    add_end_ids(model, response_end_ids(config))
     return model
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
+from penstock.data.chat import response_end_ids
 from penstock.engine.protocol import (
     EngineStats,
     Fetch,
@@ -59,7 +60,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from penstock.config import Config
+    from penstock.config import Config, ModelConfig
 
 BACKEND = "penstock"
 SLEEP_LEVEL = 2  # weights are dropped, not copied to the host: a newer version follows in any case
@@ -169,8 +170,12 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 class VllmEngine:
     """See `InferenceEngine`. `transfer` may switch between memory and gloo between two updates."""
 
-    def __init__(self, options: VllmOptions, *, fetch: Fetch) -> None:
+    def __init__(
+        self, options: VllmOptions, *, fetch: Fetch, model: ModelConfig | None = None
+    ) -> None:
         self._options, self._fetch, self.transfer = options, fetch, options.transfer
+        self._model = model
+        self._end_ids: tuple[int, ...] = ()
         self._llm: AsyncLLM | None = None
         self._end_reason = "it was not started"
         self._requests = RemoteRequests()
@@ -187,7 +192,7 @@ class VllmEngine:
     @classmethod
     def from_config(cls, config: Config, *, fetch: Fetch, index: int = 0) -> Self:
         options = VllmOptions.from_config(config, has_gpu=torch.cuda.is_available())
-        return cls(options, fetch=fetch)
+        return cls(options, fetch=fetch, model=config.model)
 
     async def start(self) -> None:
         if self._llm is not None:
@@ -209,6 +214,8 @@ class VllmEngine:
             )
         except (RuntimeError, ValueError, OSError) as error:
             raise EngineError(f"engine vllm: it failed to start: {error}") from error
+        if self._model is not None:
+            self._end_ids = await asyncio.to_thread(response_end_ids, self._model)
         self._world = 1 + self._alive.vllm_config.parallel_config.world_size_across_dp
         digest = await asyncio.to_thread(folder_digest, options.path)
         first = WeightHandle(
@@ -250,7 +257,7 @@ class VllmEngine:
         sampling = SamplingParams(
             output_kind=RequestOutputKind.DELTA,
             detokenize=bool(request.sampling.stop),
-            **sampling_fields(request),
+            **sampling_fields(request, self._end_ids),
         )
         reason: str | None = "error"
         try:

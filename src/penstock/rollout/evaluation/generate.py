@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.config import Config
 from penstock.config.plugins import load
-from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.data.chat import ChatTemplate
 from penstock.engine import ENGINES
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
 from penstock.errors import EngineError
@@ -44,22 +44,21 @@ def generate_samples(
 async def _generate(
     config: Config, prompts: list[str], num_generations: int, raw: bool
 ) -> list[Sample]:
-    tokenizer = load_tokenizer(
-        config.model.tokenizer or config.model.path,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    chat = ChatTemplate(tokenizer)
+    chat = ChatTemplate.from_config(config.model)
     requests = _requests(config, prompts, num_generations, raw, chat)
     engine = load("engine.name", config.engine.name, ENGINES).from_config(
         config.of_engine(0), fetch=_no_weights, index=0
     )
     await engine.start()
     try:
-        made = await engine.generate_many(requests)
+        generations = await engine.generate_many(requests)
     finally:
         await engine.close()
     repeated = [prompt for prompt in prompts for _ in range(num_generations)]
-    return [_sample(prompt, one, tokenizer) for prompt, one in zip(repeated, made, strict=True)]
+    return [
+        _sample(prompt, generation, chat)
+        for prompt, generation in zip(repeated, generations, strict=True)
+    ]
 
 
 def _requests(
@@ -67,7 +66,7 @@ def _requests(
 ) -> list[GenerationRequest]:
     import numpy as np
 
-    how = SamplingParams.from_config(config.sampling, stop_token_ids=chat.eos_ids)
+    how = SamplingParams.from_config(config.sampling)
     requests = []
     for i, prompt in enumerate(prompts):
         if raw:
@@ -82,16 +81,16 @@ def _requests(
     return requests
 
 
-def _sample(prompt: str, made: Generation, tokenizer: Any) -> Sample:
-    if made.finish_reason == "error":
-        raise EngineError(f"generate: {made.error}")
-    ids = made.token_ids.tolist()
+def _sample(prompt: str, generation: Generation, chat: ChatTemplate) -> Sample:
+    if generation.finish_reason == "error":
+        raise EngineError(f"generate: {generation.error}")
+    ids = generation.token_ids.tolist()
     return Sample(
         prompt=prompt,
-        text=ChatTemplate(tokenizer).decode(ids),
-        tokens=tuple(tokenizer.decode([token], skip_special_tokens=False) for token in ids),
-        logprobs=tuple(float(value) for value in made.logprobs),
-        finish_reason=made.finish_reason,
+        text=chat.decode(ids),
+        tokens=tuple(chat.decode_prompt([token]) for token in ids),
+        logprobs=tuple(float(value) for value in generation.logprobs),
+        finish_reason=generation.finish_reason,
     )
 
 

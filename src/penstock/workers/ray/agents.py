@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from penstock.config import Config, SamplingConfig
-from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.data.chat import ChatTemplate
 from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine
 from penstock.errors import RunError, WorkerDied
 from penstock.reward import build_reward
@@ -93,10 +93,7 @@ class AgentPart:
     """The part of an agent's actor: the loop of one task, with its rewards and its tokenizer."""
 
     def __init__(self, config: Config, name: str, sampling: SamplingConfig, is_chat: bool) -> None:
-        task, model = config.tasks[name], config.model
-        tokenizer = load_tokenizer(
-            model.tokenizer or model.path, trust_remote_code=model.trust_remote_code
-        )
+        task = config.tasks[name]
         self._reward = build_reward(task.rewards, max_tokens=sampling.max_tokens, is_chat=is_chat)
         self._engine = RelayedEngine()
         self._loop = build_loop(
@@ -105,7 +102,7 @@ class AgentPart:
             sampling,
             engine=self._engine,
             reward=self._reward,
-            decode=ChatTemplate(tokenizer).decode,
+            decode=ChatTemplate.from_config(config.model).decode,
         )
         self._groups: dict[int, asyncio.Task[list[Rollout]]] = {}
 
