@@ -292,6 +292,12 @@ def test_broken_toml_and_missing_file_are_named(tmp_path: Path, text: str) -> No
         load_config(tmp_path / "nowhere.toml")
 
 
+def test_rewards_that_are_all_only_shown_are_refused() -> None:
+    words = ["tasks.train.rewards=[{type='boxed', weight=0}]", "train.steps=1"]
+    with pytest.raises(UserError, match=r"tasks.train.rewards: got weight 0 for every reward"):
+        preflight.check(load_config(None, words).config)
+
+
 def test_partial_rollouts_that_can_do_nothing_are_warned_of() -> None:
     partial = ["produce.enable_partial_rollout=true", "sync.on_update=abort"]
     useless = [*partial, "produce.max_staleness=0", "produce.over_sample_threshold=0.5"]
@@ -305,6 +311,20 @@ def test_a_cut_sampling_distribution_is_warned_of() -> None:
         (warning,) = doubts(load_config(None, words).config)
         assert "tasks.train: top_k" in warning
         assert "mismatch/kl" in warning
+
+
+@pytest.mark.parametrize(
+    ("word", "switch"),
+    [
+        ("model.lora.alpha=8", "model.lora.rank 0"),
+        ("train.ptx.sequences_per_step=3", "train.ptx.coefficient 0.0"),
+        ("train.min_lr_ratio=0.5", "train.schedule constant"),
+        ("sampling.anneal.steps=5", "sampling.anneal.end None"),
+    ],
+)
+def test_a_setting_behind_a_switch_that_is_off_is_warned_of(word: str, switch: str) -> None:
+    key = word.split("=")[0]
+    assert doubts(load_config(None, [word]).config) == [f"{key} has no effect with {switch}"]
 
 
 def test_turns_that_nobody_takes_are_warned_of() -> None:

@@ -86,6 +86,12 @@ def test_parts_are_weighted_and_named() -> None:
     assert got.value == 1.0 + 2.0 + 1.5
 
 
+def test_a_reward_of_weight_0_is_shown_and_decides_nothing() -> None:
+    got = score(build(part(), part("boxed", weight=0.0)), tagged("42"))
+    assert got.parts == {"think_answer_tags": 1.0, "boxed": 0.0}
+    assert (got.value, got.format_ok, got.answer_ok) == (1.0, True, True)
+
+
 def test_notes_name_their_part() -> None:
     got = score(build(part(), part("boxed")), tagged("42"))
     assert got.note == "boxed: no \\boxed{...} with matching braces"

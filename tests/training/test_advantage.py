@@ -55,6 +55,23 @@ def test_no_variance_gives_exact_zeros(baseline, normalize, rewards) -> None:
     assert not advantage.group_advantages(np.array(rewards), settings).any()
 
 
+def test_rewards_of_turns_are_not_divided_by_the_rounding_of_their_sums() -> None:
+    """0.1 + 0.2 and 0.3 are the same reward, but not the same number; the turns earn up to 0.3."""
+    rewards = np.array([0.1 + 0.2, 0.3])
+    returns = np.array([0.3, 0.2, 0.3])
+    assert np.ptp(rewards) > 0
+    scale = advantage.group_scale(rewards, returns, AlgorithmSettings())
+    assert scale == pytest.approx(returns.std(ddof=1) + 1e-4)
+
+
+def test_rewards_of_the_batch_have_one_deviation() -> None:
+    rewards = np.array([1.0, 0.0, 0.0, 1.0, 3.0])
+    assert advantage.batch_scale(advantage.moments(rewards)) == pytest.approx(
+        rewards.std(ddof=1) + 1e-4
+    )
+    assert advantage.batch_scale(advantage.moments(np.full(3, 0.1))) == np.inf
+
+
 def test_a_batch_without_variance_or_without_tokens_is_zero_and_finite() -> None:
     mean, deviation = advantage.batch_mean_and_deviation(advantage.moments(np.zeros(0)))
     assert (mean, deviation) == (0.0, 0.0)
@@ -74,13 +91,17 @@ def test_group_relative_advantages_are_finite_and_sum_to_zero(rewards) -> None:
 def test_overlong_penalty_grows_over_the_last_quarter_and_is_full_when_truncated() -> None:
     lengths = np.array([50, 75, 80, 99, 100, 100])
     truncated = np.array([False, False, False, False, False, True])
-    got = advantage.overlong_penalties(lengths, truncated, np.full(6, 100), weight=10.0)
+    settings = AlgorithmSettings(overlong_penalty=10.0)
+    got = advantage.overlong_penalties(lengths, truncated, np.full(6, 100), settings)
     np.testing.assert_allclose(got, [0, 0, -2.0, -9.6, -10.0, -10.0])
+    settings = AlgorithmSettings(overlong_penalty=10.0, overlong_window=50)
+    got = advantage.overlong_penalties(lengths, truncated, np.full(6, 100), settings)
+    np.testing.assert_allclose(got, [0, -5.0, -6.0, -9.8, -10.0, -10.0])
 
 
 def test_running_into_the_limit_never_beats_finishing_late() -> None:
     lengths = np.array([2000, 2048])
     cut = advantage.overlong_penalties(
-        lengths, np.array([False, True]), np.full(2, 2048), weight=1.0
+        lengths, np.array([False, True]), np.full(2, 2048), AlgorithmSettings(overlong_penalty=1.0)
     )
     assert cut[1] < cut[0] < 0

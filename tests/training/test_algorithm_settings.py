@@ -9,6 +9,7 @@ import pytest
 from penstock.config import AlgorithmConfig, Config
 from penstock.errors import UserError
 from penstock.training.algo import ALGORITHMS
+from penstock.training.algo.doubts import algorithm_doubts
 from penstock.training.algo.method import check_algorithm, resolve_settings, run_settings
 from penstock.training.algo.settings import keep_group
 from penstock.types import Rollout, Score
@@ -61,7 +62,9 @@ def test_every_part_can_be_overridden() -> None:
         "kl_beta": 0.5,
         "mask_truncated": True,
         "filter_groups": True,
+        "filter_range": (0.2, 0.7),
         "overlong_penalty": 2.0,
+        "overlong_window": 7,
     }
     for name in ALGORITHMS:
         settings = resolve_settings(AlgorithmConfig(name=name, **given))
@@ -94,6 +97,7 @@ def test_a_correction_is_a_decoupled_objective() -> None:
         ({"algorithm": {"name": "gspo"}}, "token_truncate"),
         ({"algorithm": {"name": "gspo", "correction": {"kind": "none"}}}, "none"),
         ({"algorithm": {"name": "rloo"}, "engine": {"name": "vllm"}}, "sequence_truncate"),
+        ({"algorithm": {"name": "rloo"}, "sampling": {"top_p": 0.9}}, "token_truncate"),
     ],
 )
 def test_a_run_is_corrected_where_engine_and_trainer_differ(fields, correction) -> None:
@@ -126,6 +130,25 @@ def test_dual_clip_is_on_and_can_be_turned_off() -> None:
             ["4 x 2", "divisor", "4"],
         ),
         ({"train": {"schedule": "cosine"}}, ["train.schedule", "cosine", "train.steps"]),
+        (
+            {
+                "algorithm": {"name": "reinforce", "filter_groups": True},
+                "sampling": {"num_generations": 1},
+            },
+            ["algorithm.filter_groups", "num_generations 1", "false"],
+        ),
+        *(
+            (
+                {"algorithm": {"name": name, "baseline": baseline, "normalize": "group"}},
+                ["algorithm.normalize", f"baseline {baseline}", "group_mean | leave_one_out"],
+            )
+            for name in ("grpo", "reinforce", "reinforce_pp")
+            for baseline in ("none", "batch_mean")
+        ),
+        (
+            {"algorithm": {"name": "reinforce", "normalize": "batch_rewards"}},
+            ["algorithm.normalize", "batch_rewards", "baseline none"],
+        ),
     ],
 )
 def test_impossible_settings_are_one_clear_line(fields, words) -> None:
@@ -148,6 +171,55 @@ def test_impossible_settings_are_one_clear_line(fields, words) -> None:
 def test_values_out_of_range_do_not_become_a_config(fields) -> None:
     with pytest.raises(ValueError):
         Config.model_validate(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"sampling": {"top_p": 0.9}, "algorithm": {"correction": {"kind": "sequence_mask"}}},
+            ["sequence_mask", "top_p", "token_truncate"],
+        ),
+        ({"algorithm": {"name": "reinforce"}}, ["reinforce", "produce.max_staleness=0"]),
+        (
+            {
+                "algorithm": {"name": "reinforce"},
+                "produce": {"strategy": "sync"},
+                "train": {"num_epochs": 2},
+            },
+            ["2 updates", "train.num_epochs=1"],
+        ),
+        ({"algorithm": {"kl_beta": 0.1, "kl_estimator": "k1"}}, ["k1", "kl_in=reward"]),
+        ({"algorithm": {"kl_estimator": "k2"}}, ["kl_estimator", "no effect", "kl_beta 0"]),
+        ({"algorithm": {"name": "dapo", "kl_in": "loss"}}, ["kl_in", "no effect", "kl_beta 0"]),
+        ({"algorithm": {"filter_range": (0.2, 0.8)}}, ["filter_range", "filter_groups false"]),
+        ({"algorithm": {"overlong_window": 9}}, ["overlong_window", "overlong_penalty 0"]),
+        ({"algorithm": {"name": "cispo", "dual_clip": 5.0}}, ["dual_clip", "no effect", "cispo"]),
+        (
+            {"algorithm": {"name": "reinforce", "clip_low": 0.1}, "produce": {"max_staleness": 0}},
+            ["clip_low", "no effect", "reinforce"],
+        ),
+        ({"algorithm": {"name": "gspo", "decoupled": True}}, ["decoupled", "token_truncate"]),
+        (
+            {"algorithm": {"name": "reinforce_pp", "baseline": "batch_mean"}},
+            ["baseline", "no effect", "normalize batch"],
+        ),
+        ({"algorithm": {"correction": {"cap": 3.0}}}, ["correction.cap", "correction none"]),
+        (
+            {"algorithm": {"name": "rloo", "correction": {"floor": 0.1}}},
+            ["correction.floor", "sequence_truncate", "mask"],
+        ),
+    ],
+)
+def test_settings_that_do_nothing_or_bias_the_gradient_are_told_in_one_line(fields, words) -> None:
+    (line,) = algorithm_doubts(Config.model_validate(fields))
+    assert "\n" not in line
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "reinforce"])
+def test_an_algorithm_as_it_is_raises_no_doubt(name) -> None:
+    assert algorithm_doubts(Config.model_validate({"algorithm": {"name": name}})) == []
 
 
 def test_one_generation_is_fine_without_a_group_baseline() -> None:
@@ -207,6 +279,15 @@ def test_dynamic_sampling_keeps_groups_that_teach(verdicts, kept) -> None:
     rollouts = [scored(float(verdict), verdict) for verdict in verdicts]
     assert keep_group(rollouts, settings) is kept
     assert keep_group(rollouts, resolve_settings(AlgorithmConfig(name="grpo")))
+
+
+def test_the_range_of_dynamic_sampling_can_be_set() -> None:
+    rollouts = [scored(float(number > 0), number > 0) for number in range(4)]  # three of four right
+    for high, kept in ((0.99, True), (0.75, False), (0.8, True)):
+        settings = resolve_settings(AlgorithmConfig(name="dapo", filter_range=(0.1, high)))
+        assert keep_group(rollouts, settings) is kept
+    with pytest.raises(ValueError, match=r"got \[0.9, 0.1\], allowed: two shares"):
+        AlgorithmConfig(filter_range=(0.9, 0.1))
 
 
 def test_dynamic_sampling_without_verdicts_looks_at_the_rewards() -> None:

@@ -318,6 +318,24 @@ def test_another_reference_model_can_be_named(saved_model, tmp_path) -> None:
     assert consumer.train(random_batch(1)).metrics["kl/mean"] > 0.1
 
 
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_kl_has_a_bound_and_a_metric_of_how_often_it_acts(kl_in) -> None:
+    """The reference is the policy with sharper logits: it gives some tokens far more probability."""
+    batch, norms = random_batch(1), []
+    for sharpness in (1.0, 3.0, 9.0):
+        reference = tiny_model(seed=3)
+        with torch.no_grad():
+            reference.get_output_embeddings().weight *= sharpness
+        config = config_of(algorithm={"kl_beta": 0.05, "kl_in": kl_in})
+        metrics = consumer_of(config, reference=reference).train(batch).metrics
+        norms.append(metrics["grad_norm"])
+        assert metrics["kl/mean"] <= 10
+        assert (metrics["kl/bounded"] > 0.03) == (sharpness > 1)
+    assert max(norms) < 3 * norms[0]
+    other = config_of(algorithm={"kl_beta": 0.05, "kl_estimator": "k2"})
+    assert "kl/bounded" not in consumer_of(other, reference=tiny_model()).train(batch).metrics
+
+
 @pytest.mark.parametrize(
     "adapters",
     [pytest.param({}, marks=pytest.mark.slow), {"lora": {"rank": 2, "dropout": 0.3}}],

@@ -97,6 +97,23 @@ def test_reinforce_is_reward_times_logprob() -> None:
     assert gradient(got.loss_N, tokens.logprobs_N) == [-1.0, 1.0]
 
 
+def test_a_token_far_below_the_reference_does_not_decide_an_update() -> None:
+    """Two nats below: exp(2) - 1 of gradient; ten nats below: k3 is cut, and its gradient ends."""
+    logprobs_N = torch.tensor([-3.0, -11.0], dtype=torch.float64, requires_grad=True)
+    reference_N = torch.full((2,), -1.0, dtype=torch.float64)
+    k3_N = kl.estimate("k3", logprobs_N, reference_N)
+    assert k3_N.tolist() == pytest.approx([math.exp(2) - 3, 10.0])
+    assert gradient(k3_N, logprobs_N) == pytest.approx([1 - math.exp(2), 0.0])
+    k2_N = kl.estimate("k2", logprobs_N, reference_N)
+    assert gradient(k2_N, logprobs_N) == pytest.approx([-2.0, -10.0])
+    # the ratio's own gradient leaves -(log-ratio), which needs no bound
+    weighted_N = (
+        kl.estimate("k3_weighted", logprobs_N, reference_N)
+        * (logprobs_N - logprobs_N.detach()).exp()
+    )
+    assert gradient(weighted_N, logprobs_N) == pytest.approx([-2.0, -10.0])
+
+
 def test_huge_ratios_stay_finite() -> None:
     tokens = TokenView(
         logprobs_N=torch.tensor([0.0, -1e4], requires_grad=True),

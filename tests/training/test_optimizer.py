@@ -55,6 +55,15 @@ def test_gradients_are_scaled_to_the_norm_and_never_up() -> None:
     assert clip_gradients({"w": torch.nn.Parameter(torch.zeros(1))}, 1.0, alone) == 0.0
 
 
+@pytest.mark.parametrize(("eps", "change"), [(1e-8, 1.0), (3.0, 0.25)])
+def test_epsilon_bounds_the_step_of_small_gradients(eps, change) -> None:
+    """The first step of AdamW is lr x gradient / (abs(gradient) + eps): 1 / (1 + 3) of the rate."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    make_optimizer({"w": parameter}, TrainConfig(lr=1.0, eps=eps)).step()
+    assert -parameter.item() == pytest.approx(change)
+
+
 def test_vectors_are_not_decayed() -> None:
     parameters = {
         "matrix": torch.nn.Parameter(torch.ones(2, 2)),

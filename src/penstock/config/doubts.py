@@ -6,8 +6,9 @@ What cannot work at all is refused in `tree.py` and in the checks before a run.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
 
-from penstock.config import Config, LaunchConfig, ProduceConfig
+from penstock.config import Config, LaunchConfig, ProduceConfig, Section
 
 
 def doubts(config: Config) -> list[str]:
@@ -21,6 +22,7 @@ def doubts(config: Config) -> list[str]:
                 "counts, and importance weights have to make up for it: leave both off, or watch mismatch/kl"
             )
         lines += [f"tasks.{task}: {line}" for line in _without_effect(config, produce)]
+    lines += _behind_a_switch(config)
     ahead = [config.task_produce(task) for task in config.tasks]
     if config.sync.on_update != "keep" and not any(map(_generates_during_updates, ahead)):
         lines.append(
@@ -45,6 +47,24 @@ def doubts(config: Config) -> list[str]:
         if trained and not task.system_prompt
     ]
     return lines
+
+
+_SWITCHES = (  # (table, the key that turns it on, its value when off, keys that only then have an effect)
+    ("model.lora", "rank", 0, ("alpha", "dropout", "target_modules")),
+    ("train.ptx", "coefficient", 0.0, ("data", "sequences_per_step")),
+    ("train", "schedule", "constant", ("min_lr_ratio",)),
+    ("sampling.anneal", "end", None, ("steps", "episodes")),
+)
+
+
+def _behind_a_switch(config: Config) -> Iterator[str]:
+    """Yield a line for each key that is set while the key that turns it on is off."""
+    for table, switch, off, keys in _SWITCHES:
+        section: Section = reduce(getattr, table.split("."), config)
+        default = type(section)()
+        for key in keys if getattr(section, switch) == off else ():
+            if getattr(section, key) != getattr(default, key):
+                yield f"{table}.{key} has no effect with {table}.{switch} {off}"
 
 
 def _places(launch: LaunchConfig) -> Iterator[str]:

@@ -31,6 +31,7 @@ COMMON = {
     "ppo_max_token_len_per_gpu": "train.micro_batch_tokens",
     "ppo_mini_batch_size": "train.mini_batches",
     "adam_beta1": "train.betas",
+    "adam_epsilon": "train.eps",
     "adam_beta2": "train.betas",
     "ref_model": "train.reference",
     "loss_type": "algorithm.name",

@@ -295,8 +295,9 @@ class AlgorithmConfig(Section):
     """How token losses become one number; None: the algorithm's own."""
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] | None = None
     """Baseline that is subtracted from the rewards; None: the algorithm's own."""
-    normalize: Literal["group", "batch", "none"] | None = None
-    """Whose standard deviation divides the advantage; None: the algorithm's own."""
+    normalize: Literal["group", "batch", "batch_rewards", "none"] | None = None
+    """Whose standard deviation divides the advantage; batch: that of the advantages of all tokens, and their mean is
+    subtracted; batch_rewards: that of all rewards; None: the algorithm's own."""
     kl_in: Literal["loss", "reward", "none"] | None = None
     """Where the KL term goes; None: the algorithm's own."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] | None = None
@@ -307,8 +308,12 @@ class AlgorithmConfig(Section):
     """Leave responses that hit max_tokens out of the loss; None: the algorithm's own."""
     filter_groups: bool | None = None
     """Dynamic sampling: refuse groups that are all right or all wrong; None: the algorithm's own."""
+    filter_range: tuple[float, float] | None = None
+    """With filter_groups: a group is kept if its mean accuracy lies strictly between these; None: 0.01 and 0.99."""
     overlong_penalty: float | None = Field(None, ge=0)
     """Weight of the soft overlong punishment; None: the algorithm's own."""
+    overlong_window: int | None = Field(None, ge=1)
+    """Tokens before max_tokens over which the overlong punishment grows; None: a quarter of max_tokens, at most 1024."""
     decoupled: bool = False
     """Clip against the trainer's own log-probs before the update, not those of the rollout."""
     correction: CorrectionConfig = CorrectionConfig()
@@ -319,6 +324,13 @@ class AlgorithmConfig(Section):
     def _check_dual_clip(cls, value: float | None) -> float | None:
         if value is not None and 0 < value <= 1:
             raise ValueError(f"got {value}, allowed: 0 (off), or above 1")
+        return value
+
+    @field_validator("filter_range")
+    @classmethod
+    def _check_filter_range(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not 0 <= value[0] < value[1] <= 1:
+            raise ValueError(f"got {list(value)}, allowed: two shares, the smaller one first")
         return value
 
 
@@ -382,6 +394,8 @@ class TrainConfig(Section):
     """AdamW weight decay."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW averaging factors."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon: added to the root of the mean squared gradient, which divides the step."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Largest norm of the gradient; a larger gradient is scaled down to it."""
     masters: Literal["dithered", "plain"] = "dithered"

@@ -186,11 +186,13 @@ class VerifiableReward(Reward):
             parts.update({f"{part.name}.{name}": term for name, term in score.parts.items()})
             if score.note:
                 notes.append(score.note if len(scores) == 1 else f"{part.name}: {score.note}")
+        weighed = zip(self.parts, scores, strict=True)
+        judges = [score for part, score in weighed if part.weight]  # others are only shown
         return Score(
             value=value,
             parts=parts,
-            format_ok=_all_of([score.format_ok for score in scores]),
-            answer_ok=_all_of([score.answer_ok for score in scores]),
+            format_ok=_all_of([score.format_ok for score in judges]),
+            answer_ok=_all_of([score.answer_ok for score in judges]),
             note="; ".join(notes),
             parsed=next((score.parsed for score in scores if score.parsed is not None), None),
             tests=next((score.tests for score in scores if score.tests), ()),

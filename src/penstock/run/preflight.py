@@ -65,6 +65,11 @@ def check(config: Config) -> None:
         if produce.should_continue:
             load("produce.should_continue", produce.should_continue, {})
     for name, task in config.tasks.items():
+        if task.rewards and not any(reward.weight for reward in task.rewards):
+            raise UserError(
+                f"tasks.{name}.rewards: got weight 0 for every reward, allowed: at least one other weight (a reward "
+                "of weight 0 is only shown)"
+            )
         check_agent(f"tasks.{name}", task, config.task_sampling(name))
         if task.agent_actors and config.launch.kind != "ray":
             raise UserError(

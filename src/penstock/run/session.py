@@ -48,6 +48,7 @@ from penstock.run.replay import check_run, make_fork, open_fork
 from penstock.run.run_data import in_thread
 from penstock.store import run_folder, trust
 from penstock.store.run_folder import RunFolder
+from penstock.training.algo.doubts import algorithm_doubts
 
 T = TypeVar("T")
 _SWITCH_INTERVAL_S = 0.0005
@@ -160,7 +161,7 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool, accept: bo
 
 async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, accept: bool) -> None:
     started = time.monotonic()
-    for warning in doubts(config):
+    for warning in [*doubts(config), *algorithm_doubts(config)]:
         _tell(Text.assemble(("warning: ", "yellow"), warning))
     _tell(Text.assemble("run folder: ", (str(folder.path), "bold")))
     is_fork = folder.origin() is not None

@@ -277,7 +277,9 @@ class Consumer:
             yield from (value for value in moments.values() if isinstance(value, Tensor))
 
     def _metrics(self, trained: _BatchInTraining, seconds: float) -> dict[str, float]:
-        metrics = step_metrics(trained.flat, trained.advantages_N, trained.stats, self.ranks)
+        metrics = step_metrics(
+            trained.flat, trained.advantages_N, trained.stats, self.settings, self.ranks
+        )
         return metrics | {
             "lr": trained.learning_rate,
             "grad_norm": mean_of_finite(trained.grad_norms),

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from penstock.model.transfer import HostCopy
+from penstock.training.algo.kl import K3_BOUND
+from penstock.training.algo.settings import AlgorithmSettings
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.objective import PackResult
 from penstock.training.parallel.ranks import Ranks
@@ -138,7 +140,11 @@ class MetricSums:
 
 
 def step_metrics(
-    flat: FlatBatch, advantages_N: np.ndarray, stats: TokenStats, ranks: Ranks
+    flat: FlatBatch,
+    advantages_N: np.ndarray,
+    stats: TokenStats,
+    settings: AlgorithmSettings,
+    ranks: Ranks,
 ) -> dict[str, float]:
     """The metrics of the batch and its tokens; the consumer adds those of its optimizer."""
     sums = MetricSums()
@@ -150,6 +156,9 @@ def step_metrics(
     sums.max("ratio/max", stats.ratio_N)
     sums.mean("clip/fraction", stats.clipped_N)
     sums.mean("kl/mean", stats.kl_N)
+    if settings.kl_estimator == "k3":
+        is_bounded_N = (stats.kl_N >= K3_BOUND).astype(np.float64)
+        sums.mean("kl/bounded", np.where(np.isnan(stats.kl_N), np.nan, is_bounded_N))
     sums.mean("staleness/mean", flat.staleness_N.astype(np.float64))
     sums.max("staleness/max", flat.staleness_N.astype(np.float64))
     _add_mismatch(sums, flat, stats)

@@ -7,6 +7,7 @@ so the sum over packs is the loss, however the batch was split. The formulas liv
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,7 @@ from penstock.training.algo.settings import AlgorithmSettings
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.pack import Pack
 from penstock.training.parallel.ranks import Ranks
+from penstock.types import Rollout
 
 
 def shaped_rewards(
@@ -30,7 +32,7 @@ def shaped_rewards(
     rewards_R = flat.rewards_R
     if settings.overlong_penalty:
         rewards_R += advantage.overlong_penalties(
-            flat.answer_lengths_R, flat.truncated_R, max_tokens_R, settings.overlong_penalty
+            flat.answer_lengths_R, flat.truncated_R, max_tokens_R, settings
         )
     return rewards_R
 
@@ -55,18 +57,21 @@ def token_advantages(
             )
         else:
             to_go_N = _sum_to_end(flat, penalty_N)
-    advantages_R, scales_R = np.zeros(len(rewards_R)), np.ones(len(rewards_R))
+    centred_R, scales_R = np.zeros(len(rewards_R)), np.ones(len(rewards_R))
     bounds = np.searchsorted(flat.group_R, np.arange(flat.num_groups + 1)).tolist()
     for members in itertools.starmap(slice, itertools.pairwise(bounds)):
         if members.start == members.stop:
             continue
-        advantages_R[members] = advantage.group_advantages(rewards_R[members], settings)
-        if flat.earned_N is not None:
-            scales_R[members] = advantage.group_scale(rewards_R[members], settings)
+        rewards_G = rewards_R[members]
+        centred_R[members] = advantage.centred(rewards_G, settings)
+        returns_K = _returns_to_go(flat.rollouts[members], rewards_G)
+        scales_R[members] = advantage.group_scale(rewards_G, returns_K, settings)
     if settings.baseline == "batch_mean":
-        mean, _ = advantage.batch_mean_and_deviation(ranks.sum(advantage.moments(advantages_R)))
-        advantages_R -= mean
-    advantages_N = advantages_R[flat.rollout_N]
+        mean, _ = advantage.batch_mean_and_deviation(ranks.sum(advantage.moments(centred_R)))
+        centred_R -= mean
+    if settings.normalize == "batch_rewards":
+        scales_R[:] = advantage.batch_scale(ranks.sum(advantage.moments(rewards_R)))
+    advantages_N = (centred_R / scales_R)[flat.rollout_N]
     if flat.earned_N is not None:  # rewards of turns: a token is credited with what came after it
         advantages_N = advantages_N - flat.earned_N / scales_R[flat.rollout_N]
     if to_go_N is not None:
@@ -77,6 +82,17 @@ def token_advantages(
             advantages_N, *advantage.batch_mean_and_deviation(total)
         )
     return advantages_N
+
+
+def _returns_to_go(rollouts: Sequence[Rollout], rewards_G: np.ndarray) -> np.ndarray:
+    """The rewards still to come at the start of each rollout and, where turns have rewards, of each turn."""
+    return np.array(
+        [
+            reward - earned
+            for reward, rollout in zip(rewards_G.tolist(), rollouts, strict=True)
+            for _, earned in rollout.earned or ((0, 0.0),)
+        ]
+    )
 
 
 def _sum_to_end(flat: FlatBatch, values_N: np.ndarray) -> np.ndarray:

@@ -185,6 +185,7 @@ def make_optimizer(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=config.betas,
+        eps=config.eps,
         fused=True,
     )
 

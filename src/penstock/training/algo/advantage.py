@@ -12,35 +12,50 @@ from penstock.training.algo.settings import AlgorithmSettings
 
 GROUP_EPSILON = 1e-4
 BATCH_EPSILON = 1e-8
-OVERLONG_WINDOW = 1024  # penalised tokens before max_tokens, at most a quarter of it
 
 
 def group_advantages(rewards_G: np.ndarray, settings: AlgorithmSettings) -> np.ndarray:
-    """Subtract the baseline from one group's rewards and, if configured, divide by their deviation.
+    """One group's rewards less the group's baseline, over their deviation if the settings say so."""
+    return centred(rewards_G, settings) / group_scale(rewards_G, rewards_G, settings)
+
+
+def centred(rewards_G: np.ndarray, settings: AlgorithmSettings) -> np.ndarray:
+    """One group's rewards less the group's baseline, if the method has one.
 
     With a group baseline, equal rewards and a group of one give zeros, never NaN.
     """
     rewards_G = np.asarray(rewards_G, dtype=np.float64)
     size = len(rewards_G)
-    if settings.baseline in ("group_mean", "leave_one_out"):
-        if np.ptp(rewards_G) == 0:
-            return np.zeros(size)
-        centred_G = rewards_G - rewards_G.mean()
-        if settings.baseline == "leave_one_out":
-            centred_G *= size / (size - 1)
-    else:
-        centred_G = rewards_G.copy()
-    if settings.normalize == "group" and size > 1:
-        centred_G /= rewards_G.std(ddof=1) + GROUP_EPSILON
+    if not settings.group_relative:
+        return rewards_G.copy()
+    if np.ptp(rewards_G) == 0:
+        return np.zeros(size)
+    centred_G = rewards_G - rewards_G.mean()
+    if settings.baseline == "leave_one_out":
+        centred_G *= size / (size - 1)
     return centred_G
 
 
-def group_scale(rewards_G: np.ndarray, settings: AlgorithmSettings) -> float:
-    """What `group_advantages` divides by; infinite for equal rewards, which teach nothing."""
-    if settings.normalize != "group" or len(rewards_G) < 2:
+def group_scale(rewards_G: np.ndarray, returns_K: np.ndarray, settings: AlgorithmSettings) -> float:
+    """What the advantages of a group are divided by; infinite if all its rewards are equal: they teach nothing.
+
+    `returns_K` are the rewards that were still to come at each turn. They may differ much where the rewards
+    of whole rollouts hardly do, and must not be divided by less than their own deviation.
+    """
+    if settings.normalize != "group":
         return 1.0
-    deviation = float(np.asarray(rewards_G, dtype=np.float64).std(ddof=1))
-    return deviation + GROUP_EPSILON if np.ptp(rewards_G) else np.inf
+    if np.ptp(rewards_G) == 0:
+        return np.inf
+    return float(max(rewards_G.std(ddof=1), returns_K.std(ddof=1))) + GROUP_EPSILON
+
+
+def batch_scale(total: np.ndarray) -> float:
+    """What `normalize = "batch_rewards"` divides by, from the summed moments of all rewards; infinite if all are equal."""
+    count = float(total[0])
+    _, deviation = batch_mean_and_deviation(total)
+    if deviation <= BATCH_EPSILON:
+        return np.inf
+    return deviation * float(np.sqrt(count / max(count - 1, 1.0))) + GROUP_EPSILON
 
 
 def moments(values_N: np.ndarray) -> np.ndarray:
@@ -65,14 +80,18 @@ def standardize(values_N: np.ndarray, mean: float, deviation: float) -> np.ndarr
 
 
 def overlong_penalties(
-    lengths_R: np.ndarray, truncated_R: np.ndarray, max_tokens_R: np.ndarray, weight: float
+    lengths_R: np.ndarray,
+    truncated_R: np.ndarray,
+    max_tokens_R: np.ndarray,
+    settings: AlgorithmSettings,
 ) -> np.ndarray:
     """The soft overlong penalty of each response, 0 or below.
 
-    The penalty grows linearly over the last tokens before max_tokens and is `weight` for a truncated
+    The penalty grows linearly over the last tokens before max_tokens and is full for a truncated
     response, so that running into the limit never beats finishing late.
     """
-    window_R = np.maximum(np.minimum(OVERLONG_WINDOW, max_tokens_R // 4), 1)
+    quarter_R = np.minimum(1024, max_tokens_R // 4)
+    window_R = np.minimum(settings.overlong_window or quarter_R, max_tokens_R).clip(min=1)
     excess_R = (lengths_R - (max_tokens_R - window_R)) / window_R
     share_R = np.where(truncated_R, 1.0, np.clip(excess_R, 0.0, 1.0))
-    return -weight * share_R
+    return -settings.overlong_penalty * share_R

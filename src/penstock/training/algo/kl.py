@@ -4,6 +4,10 @@ k1 is unbiased but may be negative, k3 is unbiased and never negative. Their gra
 loss differ: that of k1 is zero in the mean, that of k2 is the gradient of KL(policy || reference) where
 the policy sampled the tokens, that of k3 is the gradient of KL(reference || policy). k3 times the ratio
 policy / sampler (`k3_weighted`) has the gradient of KL(policy || reference), whoever sampled.
+
+k3 grows exponentially with the log-ratio, and one token that fell far below the reference would decide a whole
+update: it is cut at `K3_BOUND`, where its gradient ends. The gradients of the others grow with the log-ratio
+itself and need no bound; a bound on k3_weighted would leave the gradient of its ratio alone, which has the wrong sign.
 """
 
 from __future__ import annotations
@@ -16,6 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+K3_BOUND = 10.0  # reached where the policy gives a token 1/14 of the reference's probability
+
+
 def estimate(kind: str, logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
     """Estimate KL(policy || reference) at each sampled token; the caller weighs `k3_weighted`."""
     log_ratio_N = (reference_N - logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -24,4 +31,5 @@ def estimate(kind: str, logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
     if kind == "k2":
         return log_ratio_N.square() / 2
     assert kind in ("k3", "k3_weighted"), kind
-    return log_ratio_N.exp() - log_ratio_N - 1
+    k3_N = log_ratio_N.exp() - log_ratio_N - 1
+    return k3_N.clamp(max=K3_BOUND) if kind == "k3" else k3_N

@@ -206,12 +206,17 @@ def run_settings(config: Config) -> AlgorithmSettings:
     """
     cuts = any(config.task_sampling(task).cuts_tokens for task in config.tasks)
     all_transformers = all(engine.name == "transformers" for engine in config.engine_kinds())
-    exact = all_transformers and not cuts
-    return resolve_settings(config.algorithm, exact_sampling=exact)
+    return resolve_settings(config.algorithm, exact_engine=all_transformers, cuts_tokens=cuts)
 
 
-def resolve_settings(config: AlgorithmConfig, *, exact_sampling: bool = True) -> AlgorithmSettings:
-    """The named algorithm's defaults, overridden by the fields that the config sets."""
+def resolve_settings(
+    config: AlgorithmConfig, *, exact_engine: bool = True, cuts_tokens: bool = False
+) -> AlgorithmSettings:
+    """The named algorithm's defaults, overridden by the fields that the config sets.
+
+    With top_k or top_p, every token's weight is the probability of the tokens that were left to choose from. Their
+    product over a long response goes to 0, so tokens are weighed one by one there, whatever the algorithm's own.
+    """
     overrides = {
         name: value for name in _OVERRIDES if (value := getattr(config, name, None)) is not None
     }
@@ -219,9 +224,9 @@ def resolve_settings(config: AlgorithmConfig, *, exact_sampling: bool = True) ->
     kind: CorrectionKind = "none"
     if config.correction.kind != "auto":
         kind = config.correction.kind
-    elif defaults.correction != "none":
+    elif defaults.correction != "none" and not cuts_tokens:
         kind = defaults.correction
-    elif config.decoupled or not exact_sampling:
+    elif config.decoupled or cuts_tokens or not exact_engine:
         kind = "token_truncate"
     # A correction weighs the trainer's policy against the behaviour policy, so the ratio that is
     # left to clip is that of the update alone: every correction is a decoupled objective.
@@ -237,6 +242,20 @@ def resolve_settings(config: AlgorithmConfig, *, exact_sampling: bool = True) ->
     )
 
 
+def _check_normalization(settings: AlgorithmSettings) -> None:
+    """Refuse to divide rewards by a deviation around a mean that was not subtracted: near-equal rewards explode."""
+    if settings.normalize == "group" and not settings.group_relative:
+        raise UserError(
+            f"algorithm.normalize: got group with baseline {settings.baseline}, allowed: baseline group_mean | "
+            "leave_one_out, or normalize batch | none"
+        )
+    if settings.normalize == "batch_rewards" and settings.baseline == "none":
+        raise UserError(
+            "algorithm.normalize: got batch_rewards with baseline none, allowed: another baseline, or "
+            "normalize batch | none"
+        )
+
+
 def check_algorithm(config: Config) -> None:
     """Refuse settings that cannot be trained, before any weight is loaded."""
     settings = run_settings(config)
@@ -247,6 +266,12 @@ def check_algorithm(config: Config) -> None:
                 f"tasks.{task}: sampling.num_generations got {generations} with algorithm "
                 f"{settings.name}, allowed: at least 2 (it compares the rollouts of one prompt)"
             )
+        if settings.filter_groups and generations < 2:
+            raise UserError(
+                f"algorithm.filter_groups: got true with tasks.{task} sampling.num_generations {generations}, "
+                "allowed: false, or at least 2 (one rollout is all right or all wrong, so every group is refused)"
+            )
+    _check_normalization(settings)
     if settings.kl_beta > 0 and settings.kl_in == "none":
         raise UserError(
             f"algorithm.kl_beta: got {settings.kl_beta} with kl_in none, "

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.types import Rollout
 
 Baseline = Literal["group_mean", "leave_one_out", "batch_mean", "none"]
+Normalize = Literal["group", "batch", "batch_rewards", "none"]
 CorrectionKind = Literal[
     "none", "token", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
 ]
@@ -25,7 +26,7 @@ class AlgorithmSettings:
 
     name: str = ""
     baseline: Baseline = "group_mean"  # baseline that is subtracted from a reward
-    normalize: Literal["group", "batch", "none"] = "group"  # whose deviation divides rewards
+    normalize: Normalize = "group"  # whose deviation divides rewards
     clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, ...
     clip_high: float = 0.2  # ... 1 + clip_high]
     dual_clip: float = 3.0  # the loss of a negative advantage is at most this times |A|; 0: off
@@ -35,9 +36,9 @@ class AlgorithmSettings:
     kl_beta: float = 0.0
     mask_truncated: bool = False  # leave responses cut at max_tokens out of the loss
     filter_groups: bool = False  # dynamic sampling: refuse groups without a learning signal
-    filter_low: float = 0.01  # a group's accuracy must lie strictly between these
-    filter_high: float = 0.99
+    filter_range: tuple[float, float] = (0.01, 0.99)  # kept: accuracy strictly between these
     overlong_penalty: float = 0.0  # subtracted from the reward of responses close to max_tokens
+    overlong_window: int = 0  # penalised tokens before max_tokens; 0: min(1024, a quarter of it)
     decoupled: bool = False  # ratio against the trainer's own log-probs before the update
     correction: CorrectionKind = "none"  # importance weight: trainer against behaviour policy
     correction_cap: float = 2.0
@@ -46,7 +47,7 @@ class AlgorithmSettings:
     @property
     def group_relative(self) -> bool:
         """Whether advantages compare rollouts of one prompt, so that a group needs at least two."""
-        return self.baseline in ("group_mean", "leave_one_out") or self.normalize == "group"
+        return self.baseline in ("group_mean", "leave_one_out")
 
     @property
     def needs_reference(self) -> bool:
@@ -71,5 +72,6 @@ def keep_group(rollouts: Sequence[Rollout], settings: AlgorithmSettings) -> bool
     scores = [rollout.score for rollout in rollouts if rollout.score is not None]
     verdicts = [score.answer_ok for score in scores if score.answer_ok is not None]
     if len(verdicts) == len(rollouts):
-        return settings.filter_low < sum(verdicts) / len(verdicts) < settings.filter_high
+        low, high = settings.filter_range
+        return low < sum(verdicts) / len(verdicts) < high
     return len({score.value for score in scores}) > 1

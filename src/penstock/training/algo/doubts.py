@@ -1,0 +1,93 @@
+"""Settings of an algorithm that are legal but probably a mistake: one line for each, told when a run starts.
+
+What cannot be trained is refused by `check_algorithm`; the other sections' doubts are in `config/doubts.py`.
+"""
+
+from __future__ import annotations
+
+from penstock.config import Config, Section
+from penstock.training.algo.method import CISPO, Reinforce, algorithm_class, run_settings
+from penstock.training.algo.settings import AlgorithmSettings
+
+
+def algorithm_doubts(config: Config) -> list[str]:
+    """A line for each setting that has no effect, and for each pair that biases the gradient."""
+    settings = run_settings(config)
+    return [*_biases(config, settings), *_without_effect(config, settings)]
+
+
+def _biases(config: Config, settings: AlgorithmSettings) -> list[str]:
+    lines = []
+    samplings = [config.task_sampling(task) for task in config.tasks]
+    if settings.correction.startswith("sequence") and any(s.cuts_tokens for s in samplings):
+        lines.append(
+            f"algorithm.correction.kind {settings.correction} with top_k or top_p: the weight of a response falls "
+            "with each of its tokens, and long responses get none: use token_truncate"
+        )
+    if _has_no_ratio(settings):
+        staleness = max(config.task_produce(task).staleness_bound for task in config.tasks)
+        updates = config.train.mini_batches * config.train.num_epochs
+        if staleness and settings.correction == "none":
+            lines.append(
+                f"algorithm {settings.name} has no ratio: samples of older weights count like fresh ones; set "
+                "produce.max_staleness=0 or algorithm.correction.kind=token_truncate"
+            )
+        if updates > 1:
+            lines.append(
+                f"algorithm {settings.name} has no ratio: the {updates} updates of a batch all count its samples as "
+                "fresh ones; set train.mini_batches=1 and train.num_epochs=1"
+            )
+    if settings.kl_in_loss and settings.kl_estimator == "k1":
+        lines.append(
+            "algorithm.kl_estimator k1 in the loss: its gradient is zero in the mean, so it holds nothing; "
+            "use k2 or k3_weighted, or kl_in=reward"
+        )
+    return lines
+
+
+def _without_effect(config: Config, settings: AlgorithmSettings) -> list[str]:
+    """A line for each key of [algorithm] that is set and that this run does not read."""
+    unread: dict[str, str] = {}
+    if not settings.needs_reference:
+        unread |= dict.fromkeys(("kl_in", "kl_estimator"), "kl_beta 0")
+    if not settings.filter_groups:
+        unread["filter_range"] = "filter_groups false"
+    if not settings.overlong_penalty:
+        unread["overlong_window"] = "overlong_penalty 0"
+    if _has_no_ratio(settings):
+        unread |= dict.fromkeys(
+            ("clip_low", "clip_high", "dual_clip"), f"{settings.name}: no ratio"
+        )
+    if _method_is(settings, CISPO):
+        unread["dual_clip"] = f"{settings.name}: its ratio has a bound of its own"
+    if config.algorithm.correction.kind != "none" and settings.correction != "none":
+        alone = config.algorithm.model_copy(update={"decoupled": False})
+        if run_settings(config.model_copy(update={"algorithm": alone})) == settings:
+            unread["decoupled"] = f"correction {settings.correction}, which decouples by itself"
+    if settings.baseline == "batch_mean" and settings.normalize == "batch":
+        unread["baseline"] = "normalize batch, which subtracts the mean by itself"
+    keys, correction = _keys_set(config.algorithm), _keys_set(config.algorithm.correction)
+    lines = [
+        f"algorithm.{key} has no effect with {why}" for key, why in unread.items() if key in keys
+    ]
+    if "cap" in correction and settings.correction in ("none", "token"):
+        lines.append("algorithm.correction.cap has no effect with correction none")
+    if "floor" in correction and not settings.correction.endswith("mask"):
+        lines.append(
+            f"algorithm.correction.floor has no effect with correction {settings.correction}: only a mask has a floor"
+        )
+    return lines
+
+
+def _keys_set(section: Section) -> set[str]:
+    """The keys of a table that differ from their defaults."""
+    fields = type(section).model_fields
+    return {key for key, value in section if value != fields[key].default}
+
+
+def _has_no_ratio(settings: AlgorithmSettings) -> bool:
+    return _method_is(settings, Reinforce)
+
+
+def _method_is(settings: AlgorithmSettings, method: type) -> bool:
+    return issubclass(algorithm_class(settings.name), method)
