@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import os
 import re
 import shutil
@@ -101,6 +102,12 @@ def can_write(folder: Path) -> bool:
 def existing(path: Path) -> Path:
     """The path, or its nearest parent that exists."""
     return path if path.exists() else existing(path.parent)
+
+
+def free_name(path: Path) -> Path:
+    """The path, or with a number behind its name the first that nothing has."""
+    names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], names) if not os.path.lexists(name))
 
 
 def network_file_system(path: Path) -> str:

@@ -258,6 +258,21 @@ def test_a_group_that_waits_for_ever_is_found(tmp_path: Path, place: str, fault:
     assert audit_run(RunFolder(tmp_path), console=Console(quiet=True)) == 1
 
 
+def test_a_clock_that_is_put_back_is_no_fault(tmp_path: Path) -> None:
+    """The clock was an hour fast until step 3: groups that were drawn since then look younger."""
+    make_run(tmp_path, steps=16)
+    change(
+        tmp_path,
+        "UPDATE group_rows SET place = 'in_flight', status = 'init', drop_reason = NULL"
+        " WHERE group_id = (SELECT MAX(group_id) FROM group_rows WHERE cursor ="
+        " (SELECT MAX(cursor) FROM group_rows)); UPDATE step_rows SET committed_at = committed_at + 3600,"
+        " begun_at = begun_at + 3600 WHERE step > 3",
+        sealed=True,
+    )
+    faults = look(tmp_path).faults
+    assert not any("in flight since" in line for line in faults), faults
+
+
 def test_a_buffered_group_that_should_have_expired_is_found(tmp_path: Path) -> None:
     make_run(tmp_path, steps=8)
     change(

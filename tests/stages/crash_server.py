@@ -2,8 +2,8 @@
 
 `serve` reads one JSON request per line and answers with one JSON line; `CrashServer` starts it.
 A request names the arguments of `penstock`, a log file for its output, and faults: at the n-th passing
-of a point the driver sends a signal to itself (SIGKILL) or to a worker (SIGSTOP engine-0), or the call
-there raises an OSError from then on. The child counts how often it passes each point. The child is the driver; points in its
+of a point the driver sends a signal to itself (SIGKILL) or to a worker (SIGSTOP engine-0), the call
+there raises an OSError from then on, or a shell command is run (sh rm FILE). The child counts how often it passes each point. The child is the driver; points in its
 workers are not seen.
 """
 
@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -33,6 +34,7 @@ from penstock.cli import main
 from penstock.inspection.track.logs import JsonlTracker, LineFile
 from penstock.rollout.producer import Producer
 from penstock.store.checkpoint import CheckpointStore
+from penstock.store import run_folder
 from penstock.store.journal import records, writer
 from penstock.weights.in_process import InProcessSync
 from penstock.workers.part_factories import TrainerService
@@ -70,6 +72,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
     "seal": [(CheckpointStore, "_seal")],
     "sync to disk": [(os, "fsync")],
     "rename": [(Path, "rename")],
+    "lock": [(run_folder, "flock")],
     "removal": [(shutil, "rmtree")],
     "metrics line": [(JsonlTracker, "log_step")],
     "line write": [(LineFile, "_write")],
@@ -87,6 +90,10 @@ class Points:
         self.passed[point] += 1
         for chosen, number, fault in self._faults:
             if point != chosen or self.passed[point] < number:
+                continue
+            if fault.startswith("sh "):
+                if self.passed[point] == number:
+                    subprocess.run(["sh", "-c", fault.removeprefix("sh ")], check=True)
                 continue
             if not fault.startswith("SIG"):
                 code = getattr(errno, fault)

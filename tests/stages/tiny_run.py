@@ -97,7 +97,7 @@ class CrashServer:
     ) -> int:
         """Return the exit code of `penstock ARGUMENTS` (-9: killed); `output()` has its output.
 
-        The fault (a signal or the name of an OSError) happens at the n-th passing of the point;
+        The fault (a signal, the name of an OSError, or `sh COMMAND`) happens at the n-th passing of the point;
         `then` lists further ones.
         """
         assert self._process.stdin is not None

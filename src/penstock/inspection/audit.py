@@ -26,7 +26,7 @@ from penstock.inspection.track.logs import read_metrics
 from penstock.inspection.weight_chain import chain_faults, redone_versions
 from penstock.rollout import calculate_stale_threshold
 from penstock.store.journal import Journal
-from penstock.store.run_folder import Era, RunFolder
+from penstock.store.run_folder import LOST_AFTER, Era, RunFolder
 
 _BIAS_LIMIT = 0.05  # largest relative difference of trained and drawn mean length without a warning
 _STRAGGLER_STEPS = 200  # steps of its task that may leave a group in flight behind
@@ -127,6 +127,8 @@ def take_audit(folder: RunFolder) -> Audit:
             f"this run is a fork: its rollouts and weight versions are those of {origin.run}"
         )
     for name, value in folder.record().items():
+        if name.startswith(LOST_AFTER):
+            result.warnings.append(f"the end of the journal was {name}: {value}")
         if name.startswith("accepted after step"):
             result.warnings.append(f"{name}: {value}")
     return result

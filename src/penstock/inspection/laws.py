@@ -8,7 +8,7 @@ says which cursors draw the same prompt. Reads no tokens (`contents.py`) and no 
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -199,22 +199,14 @@ def _age_faults(journal: Journal, eras: Sequence[EraBounds]) -> Iterator[str]:
 
 
 def _waiting_faults(journal: Journal, longest_wait: Mapping[str, int]) -> Iterator[str]:
-    """Groups that neither landed nor were issued again in `longest_wait` steps of their task."""
-    touched = dict(
-        journal.query(
-            "SELECT group_id, MAX(at) FROM event_rows WHERE group_id IN (SELECT group_id FROM groups"
-            " WHERE state IN ('in_flight', 'buffered')) GROUP BY group_id"
-        )
-    )
+    """Groups that neither landed nor were issued again in `longest_wait` steps of their task.
+
+    By the numbers of events, never by the clock, which can be put back under a run.
+    """
     for task, limit in longest_wait.items():
         commits = _commits(journal, task)
-        for group_id, state, drawn_at in journal.query(
-            "SELECT group_id, state, drawn_at FROM groups WHERE task = ? AND"
-            " (state = 'in_flight' OR (state = 'buffered' AND status != 'completed'))",
-            (task,),
-        ):
-            since = touched.get(group_id, drawn_at)
-            first = bisect_right([at for _, at in commits], since)
+        for group_id, state, since in _waiting(journal, task):
+            first = bisect_left([num_events for _, num_events in commits], since)
             if len(commits) - first > limit:
                 what = "in flight" if state == "in_flight" else "waiting to be generated again"
                 yield (
@@ -223,25 +215,43 @@ def _waiting_faults(journal: Journal, longest_wait: Mapping[str, int]) -> Iterat
                 )
 
 
-def _commits(journal: Journal, task: str) -> Sequence[tuple[int, float]]:
-    """(step, time of its commit) of the steps that trained groups of the task, by time."""
+def _waiting(journal: Journal, task: str) -> Iterator[tuple[str, str, int]]:
+    """(group, state, number of an event) of the groups to be generated: they wait since then or longer.
+
+    That event is the group's own last one, or, if it has none, the first of a group that was drawn later.
+    """
+    rows = journal.query(
+        "SELECT group_id, state, state = 'in_flight' OR (state = 'buffered' AND groups.status != 'completed'),"
+        " MIN(number), MAX(number) FROM groups LEFT JOIN event_rows USING(group_id) WHERE task = ?"
+        " GROUP BY group_id ORDER BY cursor DESC",
+        (task,),
+    )
+    later: int | None = None  # the first event of the groups that were drawn later
+    for group_id, state, waits, first, last in rows:
+        since = later if last is None else last
+        if waits and since is not None:
+            yield group_id, state, since
+        later = min(filter(None, (first, later)), default=None)
+
+
+def _commits(journal: Journal, task: str) -> Sequence[tuple[int, int]]:
+    """(step, number of events before its commit) of the steps that trained groups of the task."""
     return journal.query(
-        "SELECT step, committed_at FROM steps WHERE committed AND step IN"
-        " (SELECT step FROM groups WHERE task = ? AND step IS NOT NULL) ORDER BY committed_at",
+        "SELECT step, num_events FROM steps WHERE committed AND step IN"
+        " (SELECT step FROM groups WHERE task = ? AND step IS NOT NULL) ORDER BY step",
         (task,),
     )
 
 
 def _unexpired(journal: Journal, task: str, bound: int) -> Iterator[str]:
-    """Buffered groups that the last two steps should have found too old."""
-    begun = journal.query("SELECT step, begun_at FROM steps ORDER BY step DESC LIMIT 2")
-    if len(begun) < 2:
-        return
-    (last, _), (_, before) = begun
+    """Buffered groups that the last step should have found too old: landed two commits before it."""
+    (last,) = journal.query("SELECT MAX(step) FROM steps")[0]
     for group_id, version in journal.query(
         "SELECT group_id, oldest_version FROM groups WHERE task = ? AND state = 'buffered'"
-        " AND status = 'completed' AND landed_at < ? AND ? - oldest_version - 1 > ?",
-        (task, before, last, bound),
+        " AND status = 'completed' AND ? - oldest_version - 1 > ? AND"
+        " (SELECT MAX(number) FROM event_rows WHERE event_rows.group_id = groups.group_id)"
+        " <= (SELECT num_events FROM steps WHERE step = ? - 2)",
+        (task, last, bound, last),
     ):
         yield (
             f"group {group_id}: buffered for step {last} with tokens of version {version}, "

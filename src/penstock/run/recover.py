@@ -19,7 +19,7 @@ from penstock.inspection.track.logs import read_metrics
 from penstock.run.job import Job, open_trainer
 from penstock.store.checkpoint import Checkpoint, CheckpointStore
 from penstock.store.journal import Journal, is_empty
-from penstock.store.run_folder import CONFIG, RunFolder
+from penstock.store.run_folder import CONFIG, LOST_AFTER, RunFolder
 from penstock.types import StepReport, contradicts
 from penstock.weights.digest import FORM
 from penstock.workers.supervise.trainer import TrainerClient
@@ -45,6 +45,9 @@ def check_journal(folder: RunFolder) -> list[str]:
         fault = f"journal {folder.journal}: it has no step, but there are checkpoints"
         raise JournalDamaged(with_way_out(fault, folder))
     if told > committed:
+        with closing(Journal.open(folder.journal)) as journal:
+            record_loss(journal, committed, f"{folder.metrics.name} had step {told}")
+            journal.sync()
         return [
             f"the journal ends at step {committed}, but {folder.metrics.name} has step {told}: "
             f"the end of the journal was lost; continuing from step {committed}"
@@ -160,26 +163,37 @@ def newest_checkpoint(store: CheckpointStore, journal: Journal, note: Note) -> C
     """The newest good checkpoint that the journal knows; note what is wrong with newer ones."""
     committed = journal.last_committed_step()
     store.sweep()
-    for path in store.set_aside(beyond=committed):
+    for path in store.after(committed):
+        record_loss(journal, committed, f"there was a checkpoint {path.name}")
         note(
-            f"the journal ends at step {committed}, but a newer checkpoint exists (kept as {path}): "
-            f"the end of the journal was lost; continuing from step {committed}"
+            f"the journal ends at step {committed}, but a newer checkpoint exists (kept as "
+            f"{store.set_aside(path)}): the end of the journal was lost; continuing from step {committed}"
         )
     search = store.search()
     for damage in search.damaged:
         note(f"damaged: {damage}; using the next older checkpoint")
-    checkpoint = search.checkpoint
-    if checkpoint is None:
-        if search.damaged:
-            note("no checkpoint is valid: every step is redone from the journal")
-        return None
-    journalled = _digests(journal).get(checkpoint.step, checkpoint.digest)
-    if checkpoint.digest != journalled:
-        raise DigestMismatch(
-            f"checkpoint {checkpoint.path}: its weights have digest {checkpoint.digest}, the journal "
-            f"has {journalled} for that step; they belong to different runs"
+    digests = _digests(journal)
+    while (checkpoint := search.checkpoint) is not None:
+        journalled = digests.get(checkpoint.step, checkpoint.digest)
+        if checkpoint.digest == journalled:
+            return checkpoint
+        note(
+            f"checkpoint {checkpoint.path.name} has weights with digest {checkpoint.digest}, the journal has "
+            f"{journalled} for that step: it is of another run, or was unreadable when the step was "
+            f"redone (kept as {store.set_aside(checkpoint.path)}); using the next older checkpoint"
         )
-    return checkpoint
+        search = store.search()
+    if search.damaged:
+        note("no checkpoint is valid: every step is redone from the journal")
+    return None
+
+
+def record_loss(journal: Journal, committed: int, seen: str) -> None:
+    """Record that the end of the journal was lost: every later audit lists it."""
+    name = f"{LOST_AFTER}{committed}"
+    known = journal.read_identity().get(name, "")
+    if seen not in known:
+        journal.record_identity({name: f"{known}; {seen}" if known else seen})
 
 
 async def redo(

@@ -244,6 +244,7 @@ async def _recover_and_train(job: Job, resumed: bool, accept: bool) -> bool:
     try:
         await Loop(job, first_step=first_step).run()
     except BaseExceptionGroup as group:
+        job.journal.check_place()  # a folder that is gone may show first as another fault
         raise _first_cause(group) from group
     return True
 
@@ -283,7 +284,7 @@ def _interrupts_told() -> Iterator[None]:
 
 
 class StopSignals:
-    """Ctrl-C and SIGTERM: the first stops and saves, the second stops without saving, the third kills.
+    """Ctrl-C, SIGTERM and SIGHUP: the first stops and saves, the second stops without saving, the third kills.
 
     A signal cancels the work that `run` runs; what closes the parts of a run is never cancelled.
     Only the main thread gets signals; a run in another thread is told by `interrupt`.
@@ -304,7 +305,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self._before[number] = signal.signal(number, self._receive)
             return self
         StopSignals._open, early = self, StopSignals._early

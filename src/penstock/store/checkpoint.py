@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from typing import Protocol
 
 from penstock.config import CheckpointConfig
 from penstock.errors import RunError, WorkerDied
-from penstock.files import existing, sync
+from penstock.files import existing, free_name, sync
 from penstock.waits import loop_time
 
 MANIFEST = "manifest.json"
@@ -178,17 +177,13 @@ class CheckpointStore:
                     return read_checkpoint(path)
         return None
 
-    def set_aside(self, *, beyond: int) -> list[Path]:
-        """Rename checkpoints of steps after `beyond` to `lost-*`; return their new paths."""
-        moved = []
-        for path in self._paths():
-            if _step_of(path) > beyond:
-                aside = self._folder / f"lost-{path.name}"
-                numbers = itertools.count(2)
-                while aside.exists():
-                    aside = self._folder / f"lost-{path.name}-{next(numbers)}"
-                moved.append(path.rename(aside))
-        return moved
+    def after(self, step: int) -> list[Path]:
+        """The checkpoints of later steps."""
+        return [path for path in self._paths() if _step_of(path) > step]
+
+    def set_aside(self, path: Path) -> Path:
+        """Rename a checkpoint to `lost-*`; return its new path."""
+        return path.rename(free_name(self._folder / f"lost-{path.name}"))
 
     def _paths(self) -> list[Path]:
         """The checkpoints by name, the newest first, whole or not."""
@@ -210,7 +205,7 @@ class CheckpointStore:
 
     def _make_draft(self) -> Path:
         if not self._folder.exists():
-            self._folder.mkdir(parents=True)
+            self._folder.mkdir()  # a run folder that is gone is not made again
             sync(self._folder.parent)
         self._drafts += 1
         draft = self._folder / f".draft-{os.getpid()}-{self._drafts}"

@@ -9,7 +9,6 @@ only until the journal's first record.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import json
 import os
@@ -18,8 +17,9 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 from pathlib import Path
 
 from penstock.config import Config
@@ -35,6 +35,7 @@ _UNTIL = "until-step-"  # names of copies
 _IN_FORCE, _EARLIER = "config", "config until step "  # names of facts in the journal
 _INSIDE = "RUN/"  # begins a path of data that is in the run folder, which may be moved
 _LOOKS_PASSED = 10_000  # tries; a look takes some microseconds
+LOST_AFTER = "lost after step "  # begins the name of a fact: what was seen of later steps
 CONFIG, JOURNAL, METRICS, ORIGIN = "config.toml", "journal.db", "metrics.jsonl", "origin.json"
 
 
@@ -43,6 +44,7 @@ class RunFolder:
     """Paths inside one run folder."""
 
     path: Path
+    made: tuple[Path, ...] = field(default=(), compare=False, repr=False)  # folders above that its start made
 
     @property
     def name(self) -> str:
@@ -173,7 +175,7 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"run: {self.path}/lock cannot be opened: {error.strerror}") from None
         with os.fdopen(descriptor, "a+") as file:
-            if not _take_lock(file.fileno()):
+            if not self._take_lock(file.fileno()):
                 file.seek(0)
                 owner = file.read().strip()
                 raise UserError(
@@ -187,6 +189,28 @@ class RunFolder:
             finally:
                 file.truncate(0)  # a lock that names a process and that nobody holds: a kill
 
+    def _take_lock(self, descriptor: int) -> bool:
+        """Take the lock alone; return False if a run holds it. A look holds it for a moment, shared."""
+        for _ in range(_LOOKS_PASSED):
+            for kind in (LOCK_EX, LOCK_SH):  # shared: only looks hold it, so try again
+                try:
+                    flock(descriptor, kind | LOCK_NB)
+                    break
+                except BlockingIOError:
+                    continue
+                except OSError as error:
+                    raise UserError(
+                        f"run.dir: got {self.path.parent}, a file system without flock "
+                        f"({error.strerror}), where two processes could write one run; allowed: "
+                        "a disk with flock; choose one with run.dir=FOLDER"
+                    ) from None
+            else:
+                return False
+            if kind == LOCK_EX:
+                return True
+            os.sched_yield()
+        return False
+
     def owner(self) -> Owner:
         """Whether a process trains the run now, or left it without an end."""
         try:
@@ -195,7 +219,7 @@ class RunFolder:
             return Owner.NONE
         with os.fdopen(descriptor, "rb") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                flock(file, LOCK_SH | LOCK_NB)
             except BlockingIOError:
                 return Owner.ALIVE
             except OSError:
@@ -221,23 +245,6 @@ class Owner(StrEnum):
     NONE = "none"
     ALIVE = "alive"
     KILLED = "killed"
-
-
-def _take_lock(descriptor: int) -> bool:
-    """Take the lock alone; return False if a run holds it. A look holds it for a moment, shared."""
-    for _ in range(_LOOKS_PASSED):
-        for kind in (fcntl.LOCK_EX, fcntl.LOCK_SH):  # shared: only looks hold it, so try again
-            try:
-                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                continue
-        else:
-            return False
-        if kind == fcntl.LOCK_EX:
-            return True
-        os.sched_yield()
-    return False
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -331,11 +338,10 @@ def create(
     # at once: no kill can come between making a run and its config, until the journal has it
     (path / CONFIG).write_text(_copy(config), encoding="utf-8")
     sync(path / CONFIG)
-    for folder in (path, *path.parents):  # what was made, and the folder that names the first of it
+    made = tuple(itertools.takewhile(lambda folder: folder != above, path.parents))
+    for folder in (path, *made, above):  # what was made, and the folder that names the first of it
         sync(folder)
-        if folder == above:
-            break
-    return RunFolder(path)
+    return RunFolder(path, made)
 
 
 def _keep_data(path: Path, config: Config, files: Sequence[Path]) -> Config:
@@ -388,10 +394,11 @@ def _check_plain(folder: Path) -> None:
 
 
 def remove(folder: RunFolder) -> None:
-    """Remove the folder of a failed start."""
+    """Remove the folder of a failed start, and what the start made above it, where that is empty."""
     shutil.rmtree(folder.path, ignore_errors=True)
     with contextlib.suppress(OSError):
-        folder.path.parent.rmdir()  # only if it is empty
+        for above in folder.made:
+            above.rmdir()
 
 
 def has_progress(path: Path) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -490,3 +492,26 @@ def test_a_prompt_that_is_drawn_again_is_not_encoded_again(
         journal.drawn(sampler.group_at(cursor))
     journal.close()
     assert len(encoded) == len(set(encoded)) == 5
+
+
+async def test_after_a_failed_sync_nothing_more_is_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel may have dropped what it could not write, and a second sync would not say so."""
+    journal = Journal.open(tmp_path / "journal.db")
+    sampler = Sampler(make_prompts(2), task_name="t", prompt_repeat_k=1, seed=0)
+    journal.drawn(sampler.sample("t"))
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(RunError, match="the disk did not take it"):
+            journal.sync()
+    with pytest.raises(RunError, match="the disk did not take it"):
+        journal.sync()
+    with pytest.raises(RunError, match="the disk did not take it"):
+        journal.drawn(sampler.sample("t"))
+    with pytest.raises(RunError, match="the disk did not take it"):
+        journal.close()

@@ -16,7 +16,7 @@ from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import Any
 
-from penstock.files import say, visible, write_whole
+from penstock.files import free_name, say, visible, write_whole
 from penstock.types import Batch, Group, Rollout, StepReport, expand_segments
 from penstock.waits import OpenWait, WaitKind, Waits
 
@@ -72,7 +72,7 @@ class LineFile:
 
     def _write(self, data: bytes) -> None:
         if not os.path.isdir(self._path.parent):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.parent.mkdir(exist_ok=True)  # a run folder that is gone is not made again
         with open(self._path, "ab", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             try:
@@ -128,8 +128,14 @@ def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
 def restore_metrics(path: Path, reports: Sequence[StepReport]) -> None:
     """Rewrite the file with one line per step: the old line if it is whole, else the journal's metrics.
 
-    Torn lines and lines of steps that were lost are removed. A crash leaves the old or the new file."""
+    Torn lines are removed, lines of steps that the journal has lost are kept in a file beside it. A crash
+    leaves the old or the new file.
+    """
     rows = read_metrics(path)
+    last = max((report.step for report in reports), default=0)
+    if lost := [row for step, row in rows.items() if step > last]:
+        beside = free_name(path.with_name(f"{path.stem}-lost-after-step-{last}{path.suffix}"))
+        write_whole(beside, "".join(f"{json.dumps(row)}\n" for row in lost))
     kept = [rows.get(report.step) or {"step": report.step, **report.metrics} for report in reports]
     write_whole(path, "".join(f"{json.dumps(row)}\n" for row in kept))
 

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import JournalDamaged, RunError
+from penstock.files import free_name
 from penstock.store.journal import records
 from penstock.store.journal.calls import (
     CallMade,
@@ -30,6 +30,7 @@ from penstock.store.journal.calls import (
     select_calls,
 )
 from penstock.store.journal.codec import decode_prompt, decode_rollout
+from penstock.store.journal.open_files import OpenFiles
 from penstock.store.journal.schema import (
     CHECKED,
     changed_definitions,
@@ -88,10 +89,9 @@ class Journal:
         self._writer: Writer | None = None
         if not readonly:
             self._writer = Writer(open_database(path), path, threaded=threaded)
-        # Closing any descriptor of a file drops all locks that the process has on it, those of
-        # SQLite too; so what `sync` opens stays open until the connections are closed.
-        self._descriptors: dict[Path, int] = {}
         self._reader = open_database(path, readonly=True, brief=brief)
+        self._files = None if readonly else OpenFiles(path)
+        self._taken_away: RunError | None = None  # once the files are not where they were
 
     @classmethod
     def open(
@@ -197,6 +197,7 @@ class Journal:
         self._writing().submit(record)
         with self._waits.wait("loop", WaitKind.JOURNAL, detail, responder="journal"):
             await self.flush()
+        self.check_place()
 
     def record_published(self, version: int, digest: str) -> None:
         self._writing().submit(records.WeightsSeen(time.time(), "published", None, version, digest))
@@ -245,14 +246,45 @@ class Journal:
         return self._writing().durable()
 
     def sync(self) -> None:
-        """Wait until every record submitted so far would also survive the death of the machine."""
-        if self._writer is not None:
-            self._writer.wait_durable()
-        for path in (self.path, self.path.with_name(f"{self.path.name}-wal")):
-            if path not in self._descriptors and path.exists():
-                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            if path in self._descriptors:
-                os.fsync(self._descriptors[path])
+        """Wait until every record submitted so far would also survive the death of the machine.
+
+        After a fault of the disk nothing more is written: a later sync would say what it cannot know.
+        """
+        if self._writer is None or self._files is None:
+            return
+        self._writer.wait_durable()
+        try:
+            self._files.sync()
+        except RunError as error:
+            self._writer.fail(error)
+            raise
+        self.check_place()
+
+    def check_place(self) -> None:
+        """Raise if the files were removed, replaced or moved under the run; save what would be lost."""
+        if self._taken_away is None and self._files is not None:
+            if what := self._files.taken_away():
+                self._taken_away = RunError(f"journal {self.path}: {self._describe_loss(what)}")
+        if self._taken_away is not None:
+            raise self._taken_away
+
+    def _describe_loss(self, what: str) -> str:
+        """What happened to the files, and the way on."""
+        assert self._files is not None
+        run, place = self.path.parent, self._files.place()
+        if what == "moved":
+            now = place.parent if place else "the place where it is now"
+            return (
+                f"its run folder was moved from {run} to {now} while the run wrote it; nothing is lost; "
+                f"continue with: penstock resume {now}"
+            )
+        saved = free_name(run.with_name(f"{run.name}-journal-rescued.db"))
+        self.copy_to(saved)
+        return (
+            f"it was {what} while the run wrote it; all records are saved in {saved}; put them back with: "
+            f"mkdir -p {run} && rm -f {self.path}* && mv {saved} {self.path}; "
+            f"then continue with: penstock resume {run}"
+        )
 
     def close(self) -> None:
         """Write the queued records and close; raise the error that stopped the writer, if any."""
@@ -261,8 +293,8 @@ class Journal:
             if self._writer is not None:
                 self._writer.close()
         finally:
-            while self._descriptors:
-                os.close(self._descriptors.popitem()[1])
+            if self._files is not None:
+                self._files.close()
 
     def _writing(self) -> Writer:
         if self._writer is None:

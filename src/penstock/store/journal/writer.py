@@ -114,7 +114,7 @@ class Writer:
         try:
             self._commit(records)
         except Exception as error:  # the thread lives on, so that every waiter gets the error
-            self._fail(RunError(f"journal {self._path}: {type(error).__name__}: {error}"))
+            self.fail(RunError(f"journal {self._path}: {type(error).__name__}: {error}"))
         self._wake(waiters)
         return open_still
 
@@ -143,13 +143,14 @@ class Writer:
             write_in_order(self._tables, records)
             self._database.execute("COMMIT")
         except PenstockError as error:
-            self._fail(error)
+            self.fail(error)
         except Exception as error:  # disk full, input/output, a value that cannot be stored
             fault = RunError(f"journal {self._path}: cannot write: {error} ({self._room()})")
             fault.__cause__ = error
-            self._fail(fault)
+            self.fail(fault)
 
-    def _fail(self, fault: PenstockError) -> None:
+    def fail(self, fault: PenstockError) -> None:
+        """Write nothing more: every waiter and every later call gets the fault."""
         self._fault = self._fault or fault
         with contextlib.suppress(sqlite3.Error):  # a connection that is gone has rolled back
             if self._database.in_transaction:
