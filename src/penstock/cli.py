@@ -198,11 +198,14 @@ def evaluate(
 def audit(
     run: Run,
     json_out: Json = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="also read every file of the kept checkpoints")
+    ] = False,
 ) -> None:
     """Check from the journal that nothing was lost, trained twice or too stale; exit 1 if it was."""
     from penstock.inspection.audit import audit_run
 
-    raise typer.Exit(audit_run(_folder(run), as_json=json_out))
+    raise typer.Exit(audit_run(_folder(run), as_json=json_out, deep=deep))
 
 
 @app.command(rich_help_panel="Look")

@@ -3,7 +3,7 @@
 Conservation per task, a reason for every drop, batches that match their groups, no group trained twice,
 the staleness bound by each rollout's oldest token, nothing missing (`laws.py`); weights confirmed with the
 committed digest (`weight_chain.py`); tokens as the trainer recorded them (`contents.py`). All of it sees one
-moment of a live run. Warns where trained responses differ in length from drawn ones.
+moment of a live run. The weights that checkpoints name must be those of their steps. Warns where trained responses differ in length from drawn ones.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from penstock.inspection.laws import EraBounds, row_faults, staleness
 from penstock.inspection.track.logs import read_metrics
 from penstock.inspection.weight_chain import chain_faults, redone_versions
 from penstock.rollout import calculate_stale_threshold
+from penstock.store.checkpoint import read_checkpoints
 from penstock.store.journal import Journal
 from penstock.store.run_folder import LOST_AFTER, Era, RunFolder
 
@@ -94,9 +95,15 @@ class Audit:
         }
 
 
-def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | None = None) -> int:
+def audit_run(
+    folder: RunFolder,
+    *,
+    as_json: bool = False,
+    deep: bool = False,
+    console: Console | None = None,
+) -> int:
     """Audit a run and print the result; return 0 if every law holds, else 1."""
-    result = take_audit(folder)
+    result = take_audit(folder, deep=deep)
     console = console or files.console()
     if as_json:
         console.print_json(json.dumps(result.as_json()), ensure_ascii=True)
@@ -105,8 +112,8 @@ def audit_run(folder: RunFolder, *, as_json: bool = False, console: Console | No
     return 0 if result.balanced else 1
 
 
-def take_audit(folder: RunFolder) -> Audit:
-    """Audit a run; return what was found."""
+def take_audit(folder: RunFolder, *, deep: bool = False) -> Audit:
+    """Audit a run; return what was found. `deep`: every file of its checkpoints is read too."""
     origin = folder.origin()
     eras = [_era_bounds(era) for era in folder.eras()]
     # read before the journal: the run may be under way
@@ -115,6 +122,7 @@ def take_audit(folder: RunFolder) -> Audit:
     try:
         journal.check_file()
         result = audit_journal(journal, eras, recorded=origin is not None)
+        result.faults += checkpoint_faults(folder, journal, deep=deep)
     finally:
         journal.close()
     if last_logged > result.committed_steps:
@@ -132,6 +140,21 @@ def take_audit(folder: RunFolder) -> Audit:
         if name.startswith("accepted after step"):
             result.warnings.append(f"{name}: {value}")
     return result
+
+
+def checkpoint_faults(folder: RunFolder, journal: Journal, *, deep: bool) -> list[str]:
+    """Checkpoints whose weights are not those of their step; with `deep` also files that changed."""
+    digests = dict(journal.query("SELECT step, digest FROM steps WHERE committed"))
+    faults = []
+    for checkpoint in read_checkpoints(folder.checkpoints, whole=deep):
+        if isinstance(checkpoint, str):
+            faults.append(checkpoint)
+        elif digests.get(checkpoint.step, checkpoint.digest) != checkpoint.digest:
+            faults.append(
+                f"checkpoint {checkpoint.path.name} has weights with digest {checkpoint.digest}, the "
+                f"journal has {digests[checkpoint.step]} for that step"
+            )
+    return faults
 
 
 def _era_bounds(era: Era) -> EraBounds:

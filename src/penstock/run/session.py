@@ -182,9 +182,8 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
             finished = await signals.run(_recover_and_train(job, resumed, accept), last)
             await job.trainer.request_stop()
             saving = save_at_stop(job.checkpoints, job.trainer, job.journal)
-            saved = await signals.run(
-                saving, "stopping without a checkpoint", allowed=signals.count
-            )
+            words = "stopping without a checkpoint, unless it is written already"
+            saved = await signals.run(saving, words, allowed=signals.count)
             if saved is None:
                 job.checkpoints.abandon()
             done = job.journal.last_committed_step()

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -252,16 +252,24 @@ class CheckpointStore:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+def read_checkpoints(folder: Path, *, whole: bool) -> Iterator[Checkpoint | str]:
+    """The complete checkpoints in a folder, or what is wrong with them; `whole`: all files are read.
+
+    Those of a live run that are removed meanwhile are left out.
+    """
+    for path in CheckpointStore(folder).after(-1):
+        if not (path / MANIFEST).is_file():
+            continue
+        try:
+            yield read_checkpoint(path) if whole else _read_manifest(path)[0]
+        except RunError as error:
+            if path.exists():
+                yield str(error)
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at `path`; raise RunError if a file is missing or damaged."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        if manifest.pop("seal") != _seal_of(manifest):
-            raise ValueError
-        files: dict[str, str] = manifest["files"]
-        checkpoint = Checkpoint(path, manifest["step"], manifest["digest"])
-    except (OSError, KeyError, TypeError, ValueError):
-        raise RunError(f"checkpoint {path}: its {MANIFEST} is missing or damaged") from None
+    checkpoint, files = _read_manifest(path)
     for name, expected in files.items():
         try:
             digest = _file_digest(path / name)
@@ -270,6 +278,17 @@ def read_checkpoint(path: Path) -> Checkpoint:
         if digest != expected:
             raise RunError(f"checkpoint {path}: {name} is not what was written")
     return checkpoint
+
+
+def _read_manifest(path: Path) -> tuple[Checkpoint, dict[str, str]]:
+    """The checkpoint as its manifest describes it, and the hashes of its files by name."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        if manifest.pop("seal") != _seal_of(manifest):
+            raise ValueError
+        return Checkpoint(path, manifest["step"], manifest["digest"]), dict(manifest["files"])
+    except (OSError, KeyError, TypeError, ValueError):
+        raise RunError(f"checkpoint {path}: its {MANIFEST} is missing or damaged") from None
 
 
 def _write_manifest(folder: Path, step: int, digest: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sqlite3
 import subprocess
 from pathlib import Path
 
@@ -146,3 +147,42 @@ def test_a_disk_without_locks_is_refused_in_one_line(
     line = end_line(server)
     assert f"run.dir: got {tmp_path / 'runs'}, a file system without flock" in line
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_audit_reads_the_checkpoints_too(
+    server: CrashServer, killed: RunFolder, tmp_path: Path
+) -> None:
+    run = copy_of(killed, tmp_path / "run")
+    assert server.run("audit", str(run.path), "--deep") == 0, server.output()
+    weights = run.checkpoints / "step-2" / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[5000] ^= 0x10
+    weights.write_bytes(content)
+    assert server.run("audit", str(run.path), "--deep") == 1
+    assert "model/model.safetensors is not what was written" in server.output()
+    shutil.rmtree(run.checkpoints / "step-2")
+    other, code = server.train("forger", *SYNC, "seed=7", "train.steps=2")
+    assert code == 0, server.output()
+    shutil.copytree(other.checkpoints / "step-2", run.checkpoints / "step-2")
+    assert server.run("audit", str(run.path)) == 1
+    assert "FAULT: checkpoint step-2 has weights with digest" in server.output()
+
+
+def test_a_changed_format_is_damage(server: CrashServer, killed: RunFolder, tmp_path: Path) -> None:
+    """The format is in the header of the file, at byte 60, where no checksum covers it."""
+    run = copy_of(killed, tmp_path / "run")
+    with sqlite3.connect(run.journal) as database:
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    for version, line in ((0, "names no format, but it has tables"), (7, "got format 7, allowed: 1")):
+        content = bytearray(run.journal.read_bytes())
+        content[60:64] = version.to_bytes(4, "big")
+        run.journal.write_bytes(content)
+        for command in ("audit", "resume"):
+            assert server.run(command, str(run.path)) == 1, server.output()
+            assert line in end_line(server)
+
+
+def test_a_closed_terminal_stops_as_a_kill_does(server: CrashServer) -> None:
+    run, code = server.train("hung-up", *SYNC, point="after step", number=3, fault="SIGHUP")
+    assert code == 130, server.output()
+    assert "checkpoint written" in server.output()

@@ -515,3 +515,36 @@ async def test_after_a_failed_sync_nothing_more_is_promised(
         journal.drawn(sampler.sample("t"))
     with pytest.raises(RunError, match="the disk did not take it"):
         journal.close()
+
+
+def test_another_program_that_writes_for_long_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal.open(tmp_path / "journal.db")
+    refused = iter(range(3))
+
+    class Busy(sqlite3.OperationalError):
+        sqlite_errorcode = sqlite3.SQLITE_BUSY
+
+    class Locked:
+        """A connection that finds the file locked three times, each after its own time limit."""
+
+        def __init__(self, database: sqlite3.Connection) -> None:
+            self._database = database
+
+        def execute(self, sql: str, *parameters: object) -> sqlite3.Cursor:
+            if sql == "BEGIN IMMEDIATE" and next(refused, None) is not None:
+                raise Busy("database is locked")
+            return self._database.execute(sql, *parameters)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._database, name)
+
+    writer = journal._writer
+    assert writer is not None
+    monkeypatch.setattr(writer, "_database", Locked(writer._database))
+    journal.record_published(1, "digest")
+    journal.sync()
+    assert next(refused, None) is None
+    assert journal.query("SELECT version FROM weights") == [(1,)]
+    journal.close()

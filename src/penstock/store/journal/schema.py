@@ -136,7 +136,11 @@ def open_database(path: Path, *, readonly: bool = False, brief: bool = False) ->
 
 def _format_of(database: sqlite3.Connection) -> int:
     """The format of a file; 0: it has no tables yet."""
-    return int(database.execute("PRAGMA user_version").fetchone()[0])
+    version = int(database.execute("PRAGMA user_version").fetchone()[0])
+    (tables,) = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+    if version == 0 and tables:
+        raise sqlite3.DatabaseError("its header names no format, but it has tables")
+    return version
 
 
 def _make_file(path: Path) -> None:

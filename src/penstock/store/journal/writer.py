@@ -20,6 +20,7 @@ from penstock.store.journal.group_table import GroupTable
 from penstock.store.journal.records import Record, write_in_order
 
 _MOST_PER_COMMIT = 2048
+_LOCK_TRIES = 20  # of 30 s each, while another program holds the lock of the file
 
 
 Waiter = asyncio.Future[None] | Future[None]  # of an event loop, or of a thread
@@ -139,7 +140,7 @@ class Writer:
         if not records or self._fault is not None:
             return
         try:
-            self._database.execute("BEGIN IMMEDIATE")
+            self._begin()
             write_in_order(self._tables, records)
             self._database.execute("COMMIT")
         except PenstockError as error:
@@ -148,6 +149,16 @@ class Writer:
             fault = RunError(f"journal {self._path}: cannot write: {error} ({self._room()})")
             fault.__cause__ = error
             self.fail(fault)
+
+    def _begin(self) -> None:
+        """Begin a transaction. Waits for: another program that writes to the file, ten minutes at most."""
+        for tries_left in reversed(range(_LOCK_TRIES)):
+            try:
+                self._database.execute("BEGIN IMMEDIATE")
+                return
+            except sqlite3.OperationalError as error:  # after the 30 s of the connection
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or not tries_left:
+                    raise
 
     def fail(self, fault: PenstockError) -> None:
         """Write nothing more: every waiter and every later call gets the fault."""
