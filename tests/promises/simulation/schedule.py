@@ -64,7 +64,7 @@ class Result:
 class _Data:
     """Stands in for the datasets and the tokenizer."""
 
-    end_tokens = SimpleNamespace(difference=lambda tokenizer: "")
+    end_tokens = SimpleNamespace(difference=lambda tokenizer: [])
     chat = SimpleNamespace(decode=lambda ids: "text", tokenizer=None, end_tokens=end_tokens)
     train = dict.fromkeys(TASKS, PROMPTS)
     evaluation = {"held": PROMPTS}  # noqa: RUF012
