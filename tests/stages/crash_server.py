@@ -33,8 +33,8 @@ import penstock.training.snapshot as snapshot
 from penstock.cli import main
 from penstock.inspection.track.logs import JsonlTracker, LineFile
 from penstock.rollout.producer import Producer
-from penstock.store.checkpoint import CheckpointStore
 from penstock.store import run_folder
+from penstock.store.checkpoint import CheckpointStore
 from penstock.store.journal import records, writer
 from penstock.weights.in_process import InProcessSync
 from penstock.workers.part_factories import TrainerService

@@ -44,7 +44,9 @@ class RunFolder:
     """Paths inside one run folder."""
 
     path: Path
-    made: tuple[Path, ...] = field(default=(), compare=False, repr=False)  # folders above that its start made
+    made: tuple[Path, ...] = field(
+        default=(), compare=False, repr=False
+    )  # folders above that its start made
 
     @property
     def name(self) -> str:

@@ -173,7 +173,10 @@ def test_a_changed_format_is_damage(server: CrashServer, killed: RunFolder, tmp_
     run = copy_of(killed, tmp_path / "run")
     with sqlite3.connect(run.journal) as database:
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    for version, line in ((0, "names no format, but it has tables"), (7, "got format 7, allowed: 1")):
+    for version, line in (
+        (0, "names no format, but it has tables"),
+        (7, "got format 7, allowed: 1"),
+    ):
         content = bytearray(run.journal.read_bytes())
         content[60:64] = version.to_bytes(4, "big")
         run.journal.write_bytes(content)
@@ -183,6 +186,6 @@ def test_a_changed_format_is_damage(server: CrashServer, killed: RunFolder, tmp_
 
 
 def test_a_closed_terminal_stops_as_a_kill_does(server: CrashServer) -> None:
-    run, code = server.train("hung-up", *SYNC, point="after step", number=3, fault="SIGHUP")
+    _, code = server.train("hung-up", *SYNC, point="after step", number=3, fault="SIGHUP")
     assert code == 130, server.output()
     assert "checkpoint written" in server.output()

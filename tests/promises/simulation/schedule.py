@@ -127,7 +127,11 @@ def installed(world: World) -> Iterator[None]:
         (build, "Bridge", SimBridge),
         (journal_module, "Writer", SimWriter),
         (journal_module, "open_database", world.disk.open),
-        (session, "signal", SimpleNamespace(SIGHUP=1, SIGINT=2, SIGTERM=15, signal=world.handle_signal)),
+        (
+            session,
+            "signal",
+            SimpleNamespace(SIGHUP=1, SIGINT=2, SIGTERM=15, signal=world.handle_signal),
+        ),
         (session, "write_report", lambda folders: None),
         (session, "print_summary", lambda *args, **kwargs: None),
         (session, "keep_trainer_alive", now_training),

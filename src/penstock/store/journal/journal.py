@@ -262,8 +262,9 @@ class Journal:
 
     def check_place(self) -> None:
         """Raise if the files were removed, replaced or moved under the run; save what would be lost."""
-        if self._taken_away is None and self._files is not None:
-            if what := self._files.taken_away():
+        if self._files is not None and self._taken_away is None:
+            what = self._files.taken_away()
+            if what:
                 self._taken_away = RunError(f"journal {self.path}: {self._describe_loss(what)}")
         if self._taken_away is not None:
             raise self._taken_away
