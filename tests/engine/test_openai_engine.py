@@ -289,6 +289,50 @@ def test_raw_logprobs_are_refused_where_they_would_be_wrong(tmp_path: Path) -> N
     run(main)
 
 
+NEUTRAL = {
+    "repetition_penalty": 1.0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+def test_every_request_sends_what_a_server_would_else_choose(tmp_path: Path) -> None:
+    """vLLM fills what is left out from the model's generation config."""
+
+    async def main() -> None:
+        engine = ServedEngine(tmp_path, penalty=1.0)
+        await engine.start()
+        await engine.generate(tiny.request("a"))
+        for body in engine.fake.bodies:
+            assert NEUTRAL.items() <= body.items()
+        await engine.close()
+
+    run(main)
+
+
+def test_a_server_that_refuses_fields_of_vllm_gets_those_of_openai(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = ServedEngine(tmp_path, refuses=("repetition_penalty", "min_p"))
+        await engine.start()
+        assert (await engine.generate(tiny.request("a"))).finish_reason != "error"
+        body = engine.fake.bodies[-1]
+        assert (body["presence_penalty"], body["frequency_penalty"]) == (0.0, 0.0)
+        await engine.close()
+
+    run(main)
+
+
+def test_a_server_with_a_penalty_of_its_own_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = ServedEngine(tmp_path, penalty=8.0)  # the logits of a random policy are small
+        with pytest.raises(UserError, match=r"repeated token by .*--generation-config vllm"):
+            await engine.start()
+        await engine.close()
+
+    run(main)
+
+
 def test_without_a_reload_call_it_is_for_evaluation_only() -> None:
     engine = OpenAIEngine(OpenAIOptions(), fetch=tiny.fetch)
     with pytest.raises(EngineError, match="evaluation only"):

@@ -36,7 +36,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     arguments = [
         "--model", str(folder), "--served-model-name", "tiny", "--dtype", "float32",
         "--max-model-len", "512", "--max-num-seqs", "4", "--enforce-eager",
-        "--logprobs-mode", "processed_logprobs", "--host", "127.0.0.1", "--port", str(port),
+        "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--host", "127.0.0.1", "--port", str(port),
         "--weight-transfer-config", '{"backend": "penstock"}',
         "--worker-extension-cls", "penstock.engine.vllm.engine.WorkerExtension",
     ]  # fmt: skip

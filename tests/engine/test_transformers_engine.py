@@ -348,6 +348,31 @@ def test_a_request_whose_logits_are_nan_fails_alone() -> None:
     run(main)
 
 
+def test_a_stop_string_before_min_tokens_does_not_end_a_response_later() -> None:
+    """A match ends the response in which it is completed, or not at all."""
+
+    async def main() -> None:
+        engine = make_engine()
+        await engine.start()
+        for seed in range(20):
+            how = {"seed": seed, "min_tokens": 8, "max_tokens": 12}
+            free = (await engine.generate(tiny.request("free", **how))).token_ids.tolist()
+            early = tiny.text_of(free[2:4])
+            if early in tiny.text_of(free[4:]):
+                continue
+            late = tiny.text_of(free[8:10])
+            made = await engine.generate(tiny.request("early", stop=(early,), **how))
+            assert made.token_ids.tolist() == free
+            made = await engine.generate(tiny.request("late", stop=(early, late), **how))
+            assert made.token_ids.tolist() == free[:10]
+            break
+        else:
+            raise AssertionError("no response has an early text that it does not repeat")
+        await engine.close()
+
+    run(main)
+
+
 def test_stop_strings_use_a_tokenizer_that_brings_its_own_code(tmp_path: Path) -> None:
     """Only with `model.trust_remote_code`, as everywhere else."""
     from transformers import AutoTokenizer

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from penstock.engine.openai.engine import OpenAIEngine, OpenAIOptions
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
@@ -24,7 +26,8 @@ PIECE = 4  # tokens per chunk
 class FakeServer:
     """Shows one of `faults` per completion call after the probe, then answers correctly.
 
-    `streams`: it can stream, as most servers can; `rl`: it has vLLM's calls for RL.
+    `streams`: it can stream, as most servers can; `rl`: it has vLLM's calls for RL; `penalty`: it divides the
+    logits of seen tokens by it, whatever is asked, and scores prompts; `refuses`: fields that it does not know.
     """
 
     def __init__(
@@ -33,9 +36,12 @@ class FakeServer:
         streams: bool = True,
         rl: bool = False,
         raw_logprobs: bool = False,
+        penalty: float | None = None,
+        refuses: Collection[str] = (),
     ) -> None:
         self.faults, self.streams, self.rl = list(faults), streams, rl
-        self.raw_logprobs = raw_logprobs
+        self.raw_logprobs, self.penalty, self.refuses = raw_logprobs, penalty, refuses
+        self.bodies: list[dict[str, Any]] = []  # of completions
         self.completions = 0  # calls after the client's probe
         self.calls: list[str] = []  # calls of other paths, in order
         self._engine = TransformersEngine(
@@ -125,6 +131,11 @@ class FakeServer:
             return _send(writer, 200, {})
         if path != "/v1/completions":
             return await self._control(path, body, writer)
+        self.bodies.append(body)
+        if unknown := [field for field in self.refuses if field in body]:
+            return _send(writer, 400, {"error": f"unknown fields {unknown}"})
+        if body["logprobs"]:
+            return self._score(body, writer)
         if body.get("stream") and not self.streams:
             return _send(writer, 400, {"error": "no streams here"})
         fault = ""
@@ -185,6 +196,30 @@ class FakeServer:
             ),
             seed=body.get("seed", 0),
         )
+
+    def _score(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        """Send the likeliest tokens at every place of the prompt, or as the next one is sampled."""
+        if self.penalty is None:
+            return _send(writer, 400, {"error": "no scores here"})
+        ids = torch.tensor(body["prompt"])
+        with torch.no_grad():
+            logits = tiny.reference(0)(ids[None]).logits[0].float()
+        if body.get("echo"):
+            rows = logits[:-1].log_softmax(-1)
+        else:
+            logits[:, ids] = torch.where(
+                logits[:, ids] > 0, logits[:, ids] / self.penalty, logits[:, ids] * self.penalty
+            )
+            rows = logits[-1:].log_softmax(-1)
+        tops = [
+            {
+                str(token): float(row[token])
+                for token in {*row.topk(5).indices.tolist(), int(ids[0])}
+            }
+            for row in rows
+        ]
+        logprobs = {"top_logprobs": [None, *tops] if body.get("echo") else tops}
+        return _send(writer, 200, {"choices": [{"logprobs": logprobs}]})
 
     def _choice(self, made: Generation) -> dict[str, Any]:
         offset = -1.0 if self.raw_logprobs else 0.0
@@ -296,10 +331,17 @@ class ServedEngine(OpenAIEngine):
         streams: bool = True,
         rl: bool = False,
         raw_logprobs: bool = False,
+        penalty: float | None = None,
+        refuses: Collection[str] = (),
         **options: object,
     ) -> None:
         self._new_fake = lambda: FakeServer(
-            *faults, streams=streams, rl=rl, raw_logprobs=raw_logprobs
+            *faults,
+            streams=streams,
+            rl=rl,
+            raw_logprobs=raw_logprobs,
+            penalty=penalty,
+            refuses=refuses,
         )
         self.fake: FakeServer | None = None
         reload = {} if rl else {

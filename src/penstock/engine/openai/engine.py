@@ -10,7 +10,7 @@ again, and the pool gives it the newest weights. Several servers are several eng
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -21,12 +21,14 @@ from penstock.config.secrets import from_environment
 from penstock.data.chat import response_end_ids
 from penstock.engine.openai.server import (
     STREAMED,
+    VLLM_NEUTRAL,
     CompletionChunks,
     HttpError,
     Server,
     WrongAnswer,
     completion_body,
     is_unfiltered,
+    penalty_of,
     probe_body,
 )
 from penstock.engine.protocol import (
@@ -46,6 +48,9 @@ from penstock.types import WeightHandle
 if TYPE_CHECKING:
     from penstock.config import Config, ModelConfig
     from penstock.engine.openai.server_weights import WeightLoader, WeightPlace
+
+
+_MOST_PENALTY = 0.5  # nats; half formats round the logits of one prompt differently by a quarter
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -113,6 +118,7 @@ class OpenAIEngine:
         self._sending = asyncio.Event()  # set: admitted requests may be sent to the server
         self._model, self._longest = options.model, options.max_model_len
         self._raw_logprobs = self._streaming = self._native_pause = False
+        self._neutral: dict[str, float] = {}  # settings that the server would else choose itself
         self._loader: WeightLoader | None = None
         self._updating = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
@@ -166,13 +172,32 @@ class OpenAIEngine:
         self._model = model["id"]
         self._longest = self._longest or int(model.get("max_model_len") or 1 << 20)
         self._native_pause = await self._server.has_pause()
-        try:
-            logprob, self._streaming = await self._probe(STREAMED), True
-        except (HttpError, WrongAnswer, TimeoutError):
-            logprob, self._streaming = await self._probe({}), False
-        self._raw_logprobs = abs(logprob) > 1e-4
+        self._raw_logprobs = abs(await self._learn_fields()) > 1e-4
+        penalty = await penalty_of(self._server, self._model, self._neutral)
+        if penalty > _MOST_PENALTY:
+            raise UserError(
+                f"engine.options.urls: got {self._server.url}, a server that moves the log-prob of a repeated "
+                f"token by {penalty:.1f}, allowed: one without a penalty (vLLM: --generation-config vllm)"
+            )
 
-    async def _probe(self, more: dict[str, Any]) -> float:
+    async def _learn_fields(self) -> float:
+        """Find the fields that the server takes; return the log-prob of the probe's token."""
+        try:
+            return await self._probe_streams(VLLM_NEUTRAL)
+        except HttpError as error:
+            if error.retryable:
+                raise
+        return await self._probe_streams({})
+
+    async def _probe_streams(self, neutral: dict[str, float]) -> float:
+        self._neutral, self._streaming = neutral, True
+        try:
+            return await self._probe(neutral | STREAMED)
+        except (HttpError, WrongAnswer, TimeoutError):
+            self._streaming = False
+            return await self._probe(neutral)
+
+    async def _probe(self, more: Mapping[str, Any]) -> float:
         """The log-prob of a token whose probability is 1 after top_k."""
         chunks, logprobs = CompletionChunks(1), []
         body = {**probe_body(self._model), **more}
@@ -274,7 +299,7 @@ class OpenAIEngine:
                 stream.ended.set()
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
-        body = completion_body(self._model, request, self._end_ids)
+        body = completion_body(self._model, request, self._end_ids) | self._neutral
         if self._streaming:
             body |= STREAMED
         if self._native_pause:  # vLLM: keeps weights apart in the prefix cache

@@ -22,7 +22,7 @@ import httpx2
 from penstock.engine.protocol import FinishReason, GenerationRequest, SamplingParams
 from penstock.engine.remote_requests import sampling_fields
 
-_COMPLETIONS = "/v1/completions"
+COMPLETIONS = "/v1/completions"
 _MOST_BODY = 256 * 1024 * 1024
 _MOST_EVENT = 16 * 1024 * 1024
 _SHORT_S = 10.0  # limit of a short question, or of a connection
@@ -71,12 +71,12 @@ class Server:
         The caller sets the timeout of a stream: nothing here ends one that stays silent.
         """
         if not body.get("stream"):
-            yield await self.post(_COMPLETIONS, body)
+            yield await self.post(COMPLETIONS, body)
             return
-        async with self._response("POST", _COMPLETIONS, body) as response:
+        async with self._response("POST", COMPLETIONS, body) as response:
             if "text/event-stream" not in response.headers.get("content-type", ""):
                 raise HttpError(
-                    f"{self.url}{_COMPLETIONS}: the answer is not a stream of events", 406
+                    f"{self.url}{COMPLETIONS}: the answer is not a stream of events", 406
                 )
             async for event in httpx2.EventSource(response, _MOST_EVENT):
                 if event.data == "[DONE]":
@@ -174,6 +174,11 @@ async def _read(response: httpx2.Response) -> bytes:
 # ---- completions
 
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+# A server fills what a request leaves out from the model's generation config.
+NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+VLLM_NEUTRAL = {"repetition_penalty": 1.0, "min_p": 0.0}  # SGLang has them too, OpenAI has not
+_REPEATED_TOKEN, _REPETITIONS = 3, 16
+_TOP_TOKENS = 5  # more are refused by some servers
 
 
 class WrongAnswer(Exception):
@@ -189,6 +194,7 @@ def completion_body(
         "prompt": [*request.prompt_ids.tolist(), *request.response_ids.tolist()],
         "return_token_ids": True,
         "add_special_tokens": False,
+        **NEUTRAL,
         **sampling_fields(request, end_ids),
     }
 
@@ -203,7 +209,43 @@ def probe_body(model: str) -> dict[str, Any]:
         "top_k": 1,
         "logprobs": 0,
         "return_token_ids": True,
+        **NEUTRAL,
     }
+
+
+async def penalty_of(server: Server, model: str, neutral: dict[str, float]) -> float:
+    """How far, in nats, a penalty moves a repeated token against others; 0 if the server cannot tell.
+
+    Compares the likeliest tokens after a repeated one: as the server samples them, and as it scores a
+    prompt, where no penalty counts. The normalisation cancels in the difference.
+    """
+    body = {
+        "model": model,
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "logprobs": _TOP_TOKENS,
+        **NEUTRAL,
+        **neutral,
+    }
+    prompt = [_REPEATED_TOKEN] * _REPETITIONS
+    try:
+        scored = await server.post(
+            COMPLETIONS, {**body, "prompt": [*prompt, _REPEATED_TOKEN], "echo": True}
+        )
+        sampled = await server.post(COMPLETIONS, {**body, "prompt": prompt})
+        before, after = _top_logprobs(scored, len(prompt)), _top_logprobs(sampled, 0)
+    except (HttpError, WrongAnswer):  # it does not score prompts
+        return 0.0
+    moves = [after[token] - before[token] for token in before.keys() & after.keys()]
+    return max(moves) - min(moves) if moves else 0.0
+
+
+def _top_logprobs(answer: Any, place: int) -> dict[str, float]:
+    try:
+        return dict(answer["choices"][0]["logprobs"]["top_logprobs"][place])
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise WrongAnswer("got no log-probs of the likeliest tokens") from None
 
 
 def is_unfiltered(sampling: SamplingParams) -> bool:

@@ -240,7 +240,12 @@ class SlotTable:
         missing = window - len(new_ids)
         old_ids = request.response_ids[-missing:].tolist() if missing > 0 else []
         text = text_of(old_ids + new_ids)
-        return any(stop in text for stop in request.sampling.stop)
+        stops = [stop for stop in request.sampling.stop if stop in text]
+        if not stops:
+            return False
+        # an earlier match came before min_tokens; a cut character belongs to the newest token
+        before = len(text_of((old_ids + new_ids)[:-1]).rstrip("\ufffd"))
+        return any(stop in text[max(0, before - len(stop) + 1) :] for stop in stops)
 
     def output(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Copies of the new ids and log-probs so far."""
