@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from skewed_engine import Skew
 
-from penstock.inspection.track.trackers import RunInfo
+from penstock.inspection.track.logs import RunInfo
 from penstock.types import Prompt, Rollout, Score
 
 HERE = Path(__file__).resolve().parent

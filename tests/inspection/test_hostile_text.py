@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock import cli, files
-from penstock.inspection.track.logs import NoteLog
-from penstock.inspection.track.trackers import RunInfo
+from penstock.inspection.track.logs import NoteLog, RunInfo
 from penstock.store.run_folder import RunFolder
 from stages.browser import BROWSER, LivePage
 from stages.hostile_run import MARKUP, PAYLOAD, TERMINAL, make_hostile_run

@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.config import Config
 from penstock.engine.protocol import EngineStats, Generation, GenerationRequest, PauseMode
-from penstock.inspection.track.trackers import RunInfo
+from penstock.inspection.track.logs import RunInfo
 from penstock.types import VersionSegment, WeightHandle
 
 HELD_ENGINE = "stages.held_engine:HeldEngine"  # as a config names it

@@ -8,7 +8,7 @@ from typing import ClassVar
 from rich.console import Console
 
 from penstock.inspection.track.console import ConsoleTracker
-from penstock.inspection.track.trackers import RunInfo
+from penstock.inspection.track.logs import RunInfo
 
 RECORDER = "stages.recording_tracker:Recorder"  # as a config names it
 

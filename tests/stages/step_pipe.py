@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from penstock.inspection.track.trackers import RunInfo
+from penstock.inspection.track.logs import RunInfo
 
 STEP_PIPE = f"{__file__}:StepPipe"  # as a config names it
 

@@ -27,8 +27,7 @@ from penstock.data.chat import ChatTemplate
 from penstock.data.sampler import rollout_seed
 from penstock.engine import ENGINES
 from penstock.errors import RunError, UserError
-from penstock.inspection.track.logs import TimelineLog
-from penstock.inspection.track.trackers import Fanout, RunInfo
+from penstock.inspection.track.logs import Fanout, RunInfo, TimelineLog
 from penstock.reward import build_reward
 from penstock.rollout.agent.single_turn import SingleTurn
 from penstock.rollout.evaluation.evaluate import EvalResult, EvalTask, append_summary, evaluate

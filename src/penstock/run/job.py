@@ -25,8 +25,14 @@ from penstock.engine.protocol import InferenceEngine
 from penstock.errors import UserError
 from penstock.inspection.findings.live import LiveFindings
 from penstock.inspection.track.console import StartDisplay
-from penstock.inspection.track.logs import Notes, RolloutLog, TimelineLog, restore_metrics
-from penstock.inspection.track.trackers import Fanout, RunInfo
+from penstock.inspection.track.logs import (
+    Fanout,
+    Notes,
+    RolloutLog,
+    RunInfo,
+    TimelineLog,
+    restore_metrics,
+)
 from penstock.reward import VerifiableReward, build_reward
 from penstock.rollout import (
     AgentLoop,

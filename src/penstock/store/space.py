@@ -75,7 +75,7 @@ class DiskWatch:
 
     def look(self, step: int) -> DiskSpace:
         """What is free before a step, and what will be written next."""
-        size = self._journal_bytes()
+        size = sum(_bytes_of(self._folder / name) for name in ("journal.db", "journal.db-wal"))
         if self._first is None:
             self._first = step, size
         first, size_then = self._first
@@ -88,9 +88,6 @@ class DiskWatch:
             journal=int(growth * ahead),
             ahead=ahead,
         )
-
-    def _journal_bytes(self) -> int:
-        return sum(_bytes_of(self._folder / name) for name in ("journal.db", "journal.db-wal"))
 
     def _checkpoint_bytes(self) -> int:
         """The size of a checkpoint of this run; before there is one, an estimate."""
@@ -152,21 +149,12 @@ _MACHINE, _LIMIT, _USED = (
 
 def available_mib() -> float | None:
     """The MiB that processes can still get; None where the system does not tell."""
-    limits = (_of_machine(), _of_container())
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _of_machine() -> float | None:
-    try:
+    limits = []
+    with contextlib.suppress(OSError):
         lines = _MACHINE.read_bytes().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) / 1024 for line in lines if b"MemAvailable" in line), None)
-
-
-def _of_container() -> float | None:
-    try:
+        limits += [int(line.split()[1]) / 1024 for line in lines if b"MemAvailable" in line]
+    with contextlib.suppress(OSError):  # outside a container there is no such file
         limit, used = _LIMIT.read_bytes().strip(), _USED.read_bytes().strip()
-    except OSError:
-        return None
-    return (int(limit) - int(used)) / 2**20 if limit.isdigit() and used.isdigit() else None
+        if limit.isdigit() and used.isdigit():
+            limits.append((int(limit) - int(used)) / 2**20)
+    return min(limits, default=None)

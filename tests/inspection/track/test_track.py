@@ -16,8 +16,14 @@ from rich.console import Console
 from penstock.config import Config
 from penstock.errors import UserError
 from penstock.inspection.track.console import ConsoleTracker, StartDisplay
-from penstock.inspection.track.logs import JsonlTracker, LineFile, RolloutLog, restore_metrics
-from penstock.inspection.track.trackers import Fanout, RunInfo
+from penstock.inspection.track.logs import (
+    Fanout,
+    JsonlTracker,
+    LineFile,
+    RolloutLog,
+    RunInfo,
+    restore_metrics,
+)
 from penstock.types import (
     Batch,
     Finding,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import Config
-from penstock.inspection.track.trackers import Fanout, RunInfo
+from penstock.inspection.track.logs import Fanout, RunInfo
 
 wandb = pytest.importorskip("wandb")
 

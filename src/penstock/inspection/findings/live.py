@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.config import Config
 from penstock.inspection.findings.observed import Observed, Row, looked_at_settings
-from penstock.inspection.findings.rules import find
+from penstock.inspection.findings.rules import AFTER_STEP, AT_START, find
 from penstock.inspection.track.logs import read_metrics
 from penstock.store.run_folder import RunFolder
 from penstock.store.space import DiskWatch
@@ -42,6 +42,7 @@ class LiveFindings:
         self._last_failure = last_failure
         self._disk = DiskWatch(folder.path, config, total_steps)
         self._rows: list[Row] = list(read_metrics(folder.metrics).values())
+        self._at_start: list[Finding] = []
         self._told: dict[str, int] = {}  # name -> the newest step with this finding
 
     def start(self, steps_done: int, facts: Mapping[str, str]) -> None:
@@ -69,7 +70,9 @@ class LiveFindings:
             disk=self._disk.look(step + 1) if step < self._total else None,
             last_failure=self._last_failure,
         )
-        self.open = find(observed)
+        if batch is None:
+            self._at_start = find(observed, AT_START)
+        self.open = [*find(observed, AFTER_STEP), *self._at_start]
         for finding in self.open:
             if step - self._told.get(finding.name, -_AGAIN) >= _AGAIN:
                 self._note(f"warning: {finding}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ class Rule:
     evidence: str  # the figures that show it
     advice: str = "{advice}"  # what to do
     change: tuple[str, ...] | Callable[[Observed], tuple[str, ...]] = ()  # settings to paste
+    after: int = WINDOW  # steps that a run has before the condition can hold
 
 
 class _Texts(dict[str, Any]):
@@ -79,11 +80,14 @@ class _Texts(dict[str, Any]):
         return self._observed.now(name) if at_start == name else self._observed.at_start(at_start)
 
 
-def find(observed: Observed) -> list[Finding]:
-    """What is wrong with a run now, the worst first; one finding for each remedy."""
+def find(observed: Observed, rules: Sequence[Rule] | None = None) -> list[Finding]:
+    """What is wrong with a run now, the worst first; one finding for each remedy.
+
+    rules: None for all of them.
+    """
     findings: list[Finding] = []
-    for rule in RULES:
-        finding = _apply(rule, observed)
+    for rule in RULES if rules is None else rules:
+        finding = _apply(rule, observed) if len(observed.rows) >= rule.after else None
         if finding is None:
             continue
         if finding.change and any(set(finding.change) <= set(other.change) for other in findings):
@@ -467,7 +471,7 @@ _ENTROPIES = (
 )
 
 # fmt: off
-RULES: tuple[Rule, ...] = (  # the worst first
+AFTER_STEP: tuple[Rule, ...] = (  # the worst first
     Rule("equal_rewards", _equal_rewards,
          "Nothing can be learned: {which}",
          "Steps {since} to {last}: {cause}"),
@@ -486,18 +490,18 @@ RULES: tuple[Rule, ...] = (  # the worst first
          "The responses are cut off before they end",
          "{truncated/share:.0%} of the responses reach the limit of {limit} tokens",
          _LET_GROW, _longer),
-    Rule("failures", _failures, "{what}", "{counts}{error}"),
+    Rule("failures", _failures, "{what}", "{counts}{error}", after=1),
     Rule("bad_gradients", _skipped_updates,
          "Updates were skipped because their gradient was not finite",
          "{number} of the last {looked_at} steps, the newest is step {newest}",
-         "Lower the learning rate", _LOWER_RATE),
+         "Lower the learning rate", _LOWER_RATE, after=1),
     Rule("bad_gradients", _gradient_spikes,
          "The gradient is again and again far above the usual",
          "In {number} of the last {looked_at} steps it was above 10 times its median of {usual:.3g}, up to {largest:.3g}",
-         "Lower the learning rate", _LOWER_RATE),
+         "Lower the learning rate", _LOWER_RATE, after=4 * WINDOW),
     Rule("lost_updates", _lost_updates,
          "The updates do not reach the weights: they are lost in the rounding",
-         "{update/arrived:.0%} of an update arrives"),
+         "{update/arrived:.0%} of an update arrives", after=2 * WINDOW),
     Rule("length_collapse",
          _held("response_length/mean", lambda o, length: length < o.at_start("response_length/mean") / 4,
                unless=_has_improved),
@@ -524,22 +528,10 @@ RULES: tuple[Rule, ...] = (  # the worst first
          "mismatch/kl is {mismatch/kl:.3g}{weights}"),
     Rule("full_disk", _full_disk,
          "The disk will soon be full, and the run will stop (what was journalled is never lost)",
-         "{disk}"),
-    Rule("skipped", _skipped,
-         "Prompts are left out because they are too long",
-         "{skipped} of {whole} prompts of {key} are longer than {limit} tokens, up to {longest}",
-         "Allow longer prompts", ("{key}.max_prompt_tokens={longest}",)),
-    Rule("no_template", _no_template,
-         "The tokenizer has no chat template: the model gets the text of the messages alone",
-         "Messages are joined by line breaks, without roles",
-         "Right for a base model; for a chat model name a tokenizer that has its template: model.tokenizer=NAME"),
-    Rule("overlap", _overlap,
-         "Evaluation problems are also training prompts: their score may show what was learned by heart",
-         "{found} of {problems} problems of {judged} are prompts of {trained}",
-         "Take other problems for {judged}"),
+         "{disk}", after=0),
     Rule("expired", _expired,
          "Groups are generated in vain: they are too old when their step comes",
-         "{expired:.0f} groups expired while {completed:.0f} were completed, with a bound of {staleness}"),
+         "{expired:.0f} groups expired while {completed:.0f} were completed, with a bound of {staleness}", after=1),
     Rule("too_stale",
          _held("staleness/mean", lambda o, age: age >= 0.9 * o.config.produce.max_staleness, unless=_needs_age),
          "The samples are as old as allowed, and nothing is gained by it",
@@ -549,12 +541,27 @@ RULES: tuple[Rule, ...] = (  # the worst first
          "The reward is slow, and the trainer waits for it",
          "A response waits {reward_s:.2g} s for its reward; a step takes {step_s:.2g} s",
          "Make the reward faster, or generate further ahead of the trainer",
-         ("produce.max_staleness={higher_staleness}",)),
+         ("produce.max_staleness={higher_staleness}",), after=_LONG),
     Rule("trainer_idle", _trainer_idle,
          "The trainer waits for responses most of the time",
-         f"It waited {{waits:.0%}} of the last {_LONG} steps"),
+         f"It waited {{waits:.0%}} of the last {_LONG} steps", after=_LONG),
     Rule("producer_idle", _producer_idle,
          "The producers wait for the trainer most of the time",
-         f"It waited {{waits:.0%}} of the last {_LONG} steps"),
+         f"It waited {{waits:.0%}} of the last {_LONG} steps", after=_LONG),
+)
+AT_START: tuple[Rule, ...] = (  # what they look at does not change in a run
+    Rule("skipped", _skipped,
+         "Prompts are left out because they are too long",
+         "{skipped} of {whole} prompts of {key} are longer than {limit} tokens, up to {longest}",
+         "Allow longer prompts", ("{key}.max_prompt_tokens={longest}",), after=0),
+    Rule("no_template", _no_template,
+         "The tokenizer has no chat template: the model gets the text of the messages alone",
+         "Messages are joined by line breaks, without roles",
+         "Right for a base model; for a chat model name a tokenizer that has its template: model.tokenizer=NAME", after=0),
+    Rule("overlap", _overlap,
+         "Evaluation problems are also training prompts: their score may show what was learned by heart",
+         "{found} of {problems} problems of {judged} are prompts of {trained}",
+         "Take other problems for {judged}", after=0),
 )
 # fmt: on
+RULES = (*AFTER_STEP, *AT_START)

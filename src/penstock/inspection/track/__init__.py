@@ -1,6 +1,7 @@
 """Where metrics go: metrics.jsonl always, and the trackers that the config names.
 
-`trackers.py` has the protocol, `logs.py` the files that every run writes, `console.py` the display.
+`logs.py` has the protocol and the files that every run writes, `console.py` the display, `trackers.py`
+those of other systems.
 """
 
 from __future__ import annotations

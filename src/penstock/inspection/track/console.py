@@ -31,8 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import files
-from penstock.inspection.track.logs import read_metrics
-from penstock.inspection.track.trackers import RunInfo, Tracker
+from penstock.inspection.track.logs import RunInfo, Tracker, read_metrics
 from penstock.types import Finding, Rollout
 
 Point = tuple[int, float]  # step, value
@@ -200,7 +199,7 @@ def draw_curves(
 # -- the panel ---------------------------------------------------------------------------------
 
 
-class ConsoleTracker:
+class ConsoleTracker(Tracker):
     """Shows step, time left, reward and held-out curves, samples, the open waits and findings."""
 
     def __init__(self, info: RunInfo, console: Console | None = None) -> None:
@@ -367,7 +366,7 @@ def make_display(info: RunInfo) -> Tracker:
     return NotebookTracker(info) if in_notebook() else ConsoleTracker(info)
 
 
-class NotebookTracker:
+class NotebookTracker(Tracker):
     """Draws a plot in the output of the cell that runs: the reward of each step, dots for evaluations.
 
     The plot begins with the steps that a resumed run has behind it."""

@@ -1,6 +1,7 @@
-"""The files of lines that a run writes for people and plots: metrics, notes, samples, the timeline.
+"""What a run shows to people and plots: the files of lines that it writes, and the trackers of its config.
 
-The journal has the truth, so a full or failing disk under such a file does not stop the run. The first
+A tracker shows metrics and notes; its faults never stop a run. The files are metrics, notes, samples and the
+timeline. The journal has the truth, so a full or failing disk under such a file does not stop the run. The first
 failure is told, lost lines are counted, and every later write tries again. A line is whole or absent.
 """
 
@@ -12,12 +13,16 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
 from typing import Any
 
+from penstock.config import Config
+from penstock.config.plugins import load
 from penstock.files import free_name, say, visible, write_whole
-from penstock.types import Batch, Group, Rollout, StepReport, expand_segments
+from penstock.inspection.track import TRACKERS
+from penstock.types import Batch, Finding, Group, Rollout, StepReport, expand_segments
 from penstock.waits import OpenWait, WaitKind, Waits
 
 Note = Callable[[str], None]
@@ -47,6 +52,37 @@ class Notes:
         self._listeners.append(listener)
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RunInfo:
+    """What a tracker receives when it is created."""
+
+    config: Config
+    folder: Path
+    name: str
+    total_steps: int
+    first_step: int  # 0 for a new run, the last finished step after a resume
+    live: Callable[[], str]  # returns the open waits, then a line per task
+    findings: Callable[[], Sequence[Finding]] = tuple  # returns what is wrong with the run now
+    batch: Callable[[], Batch | None] = lambda: None  # returns the newest batch that was trained
+    next_batch: Callable[[], tuple[int, int]] = lambda: (0, 0)  # returns its groups: ready, wanted
+
+
+class Tracker:
+    """Consumes metrics and notes; a subclass leaves out what it does not define."""
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Show the metrics of one update."""
+
+    def log_eval(self, step: int, metrics: dict[str, float]) -> None:
+        """Show the metrics of one evaluation."""
+
+    def note(self, text: str) -> None:
+        """Show a line that the user should read."""
+
+    def close(self) -> None:
+        """Release files and connections; nothing is logged afterwards."""
+
+
 class LineFile:
     """Appends lines; tells the user once when it cannot, and how many lines are missing."""
 
@@ -62,7 +98,8 @@ class LineFile:
                 self._note(f"{self._path}: cannot write: {error.strerror}; the run continues")
             self._lost += len(lines)
         else:
-            self.tell_loss()
+            if self._lost:
+                self.tell_loss()
 
     def tell_loss(self) -> None:
         """Tell how many lines are missing, if any are that were not told of."""
@@ -83,8 +120,8 @@ class LineFile:
                 raise
 
 
-class JsonlTracker:
-    """metrics.jsonl: one line per step; a resumed run restores lost lines from the journal."""
+class JsonlTracker(Tracker):
+    """metrics.jsonl: one line per step (evaluations are in eval/summary.jsonl); a resumed run restores lost lines from the journal."""
 
     def __init__(self, path: Path, note: Note = print_note) -> None:
         self._file = LineFile(path, note)
@@ -92,12 +129,6 @@ class JsonlTracker:
     def log_step(self, step: int, metrics: dict[str, float]) -> None:
         finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
         self._file.append([json.dumps({"step": step, **finite})])
-
-    def log_eval(self, step: int, metrics: dict[str, float]) -> None:
-        """Do nothing: evaluations are written to eval/summary.jsonl."""
-
-    def note(self, text: str) -> None:
-        """Leave notes out."""
 
     def close(self) -> None:
         self._file.tell_loss()
@@ -140,23 +171,60 @@ def restore_metrics(path: Path, reports: Sequence[StepReport]) -> None:
     write_whole(path, "".join(f"{json.dumps(row)}\n" for row in kept))
 
 
-class NoteLog:
+class NoteLog(Tracker):
     """logs/run.log: the lines that the user was told, with their times."""
 
     def __init__(self, path: Path) -> None:
         self._file = LineFile(path)
-
-    def log_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Leave metrics out."""
-
-    def log_eval(self, step: int, metrics: dict[str, float]) -> None:
-        """Leave metrics out."""
 
     def note(self, text: str) -> None:
         self._file.append([f"{time.strftime('%Y-%m-%d %H:%M:%S')} {visible(text)}"])
 
     def close(self) -> None:
         self._file.tell_loss()
+
+
+class Fanout:
+    """Hands each metric to every tracker; a tracker that fails is dropped with a note."""
+
+    def __init__(self, trackers: dict[str, Tracker]) -> None:
+        self._trackers = trackers
+
+    @classmethod
+    def from_info(cls, info: RunInfo) -> Fanout:
+        """Make metrics.jsonl, logs/run.log and the config's trackers; note one that cannot start."""
+        fanout = cls({})
+        fanout._trackers["jsonl"] = JsonlTracker(info.folder / "metrics.jsonl", fanout.note)
+        fanout._trackers["log"] = NoteLog(info.folder / "logs" / "run.log")
+        for name in info.config.track.trackers:
+            make = load("track.trackers", name, TRACKERS)
+            try:
+                fanout._trackers[name] = make(info)
+            except Exception as error:  # tracker fan-out: never fatal
+                fanout.note(f"tracker {name} could not start: {type(error).__name__}: {error}")
+        return fanout
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        self._each(lambda tracker: tracker.log_step(step, metrics))
+
+    def log_eval(self, step: int, metrics: dict[str, float]) -> None:
+        self._each(lambda tracker: tracker.log_eval(step, metrics))
+
+    def note(self, text: str) -> None:
+        self._each(lambda tracker: tracker.note(text))
+        if "console" not in self._trackers:
+            say(text, error=True)
+
+    def close(self) -> None:
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, act: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                act(tracker)
+            except Exception as error:  # tracker fan-out: never fatal
+                del self._trackers[name]
+                self.note(f"tracker {name} failed and is off: {type(error).__name__}: {error}")
 
 
 class RolloutLog:

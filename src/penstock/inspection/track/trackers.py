@@ -1,102 +1,18 @@
-"""Trackers: where the metrics and notes of a run go, besides the files that every run writes.
+"""Trackers of other systems: TensorBoard and Weights & Biases.
 
-A tracker shows metrics; its faults never stop a run. A package that a tracker needs is imported only
-when the config names the tracker.
+The package that a tracker needs is imported only when the config names the tracker.
 """
 
 from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
-from penstock.config import Config
-from penstock.config.plugins import load
 from penstock.errors import UserError
-from penstock.files import say
-from penstock.inspection.track import TRACKERS
-from penstock.inspection.track.logs import JsonlTracker, NoteLog
-from penstock.types import Batch, Finding
+from penstock.inspection.track.logs import RunInfo, Tracker
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class RunInfo:
-    """What a tracker receives when it is created."""
-
-    config: Config
-    folder: Path
-    name: str
-    total_steps: int
-    first_step: int  # 0 for a new run, the last finished step after a resume
-    live: Callable[[], str]  # returns the open waits, then a line per task
-    findings: Callable[[], Sequence[Finding]] = tuple  # returns what is wrong with the run now
-    batch: Callable[[], Batch | None] = lambda: None  # returns the newest batch that was trained
-    next_batch: Callable[[], tuple[int, int]] = lambda: (0, 0)  # returns its groups: ready, wanted
-
-
-class Tracker(Protocol):
-    """Consumes metrics and notes."""
-
-    def log_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Show the metrics of one update."""
-
-    def log_eval(self, step: int, metrics: dict[str, float]) -> None:
-        """Show the metrics of one evaluation."""
-
-    def note(self, text: str) -> None:
-        """Show a line that the user should read."""
-
-    def close(self) -> None:
-        """Release files and connections; nothing is logged afterwards."""
-
-
-class Fanout:
-    """Hands each metric to every tracker; a tracker that fails is dropped with a note."""
-
-    def __init__(self, trackers: dict[str, Tracker]) -> None:
-        self._trackers = trackers
-
-    @classmethod
-    def from_info(cls, info: RunInfo) -> Fanout:
-        """Make metrics.jsonl, logs/run.log and the config's trackers; note one that cannot start."""
-        fanout = cls({})
-        fanout._trackers["jsonl"] = JsonlTracker(info.folder / "metrics.jsonl", fanout.note)
-        fanout._trackers["log"] = NoteLog(info.folder / "logs" / "run.log")
-        for name in info.config.track.trackers:
-            make = load("track.trackers", name, TRACKERS)
-            try:
-                fanout._trackers[name] = make(info)
-            except Exception as error:  # tracker fan-out: never fatal
-                fanout.note(f"tracker {name} could not start: {type(error).__name__}: {error}")
-        return fanout
-
-    def log_step(self, step: int, metrics: dict[str, float]) -> None:
-        self._each(lambda tracker: tracker.log_step(step, metrics))
-
-    def log_eval(self, step: int, metrics: dict[str, float]) -> None:
-        self._each(lambda tracker: tracker.log_eval(step, metrics))
-
-    def note(self, text: str) -> None:
-        self._each(lambda tracker: tracker.note(text))
-        if "console" not in self._trackers:
-            say(text, error=True)
-
-    def close(self) -> None:
-        self._each(lambda tracker: tracker.close())
-
-    def _each(self, act: Callable[[Tracker], None]) -> None:
-        for name, tracker in list(self._trackers.items()):
-            try:
-                act(tracker)
-            except Exception as error:  # tracker fan-out: never fatal
-                del self._trackers[name]
-                self.note(f"tracker {name} failed and is off: {type(error).__name__}: {error}")
-
-
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """TensorBoard event files in RUN/tensorboard: every metric as a scalar."""
 
     def __init__(self, info: RunInfo) -> None:
@@ -118,14 +34,11 @@ class TensorBoardTracker:
     def log_eval(self, step: int, metrics: dict[str, float]) -> None:
         self.log_step(step, metrics)
 
-    def note(self, text: str) -> None:
-        """Leave notes out."""
-
     def close(self) -> None:
         self._writer.close()
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """Sends every metric to one W&B run; WANDB_MODE=offline works without a network.
 
     The run's id is kept in RUN/wandb-id, so that a resumed run continues the same W&B run."""
@@ -165,9 +78,6 @@ class WandbTracker:
 
     def log_eval(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log({**metrics, "step": step})
-
-    def note(self, text: str) -> None:
-        """Leave notes out."""
 
     def close(self) -> None:
         self._run.finish()

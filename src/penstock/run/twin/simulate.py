@@ -24,8 +24,7 @@ from penstock.config import Config, LaunchConfig, SamplingConfig
 from penstock.data.sampler import Sampler
 from penstock.engine.protocol import InferenceEngine
 from penstock.errors import UserError
-from penstock.inspection.track.logs import JsonlTracker, Notes
-from penstock.inspection.track.trackers import Fanout
+from penstock.inspection.track.logs import Fanout, JsonlTracker, Notes
 from penstock.rollout import (
     IsValidSample,
     ProduceProgress,

@@ -19,7 +19,7 @@ from penstock.workers.processes.process_worker import (
     trainer_names,
 )
 from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks, Worker
-from penstock.workers.supervise.trainer import RankGroup, port_of, reserve_port
+from penstock.workers.supervise.trainer import as_one_worker, port_of, reserve_port
 from penstock.workers.workers import (
     Workers,
     all_or_first_error,
@@ -109,6 +109,6 @@ def spawn_trainer(
                 ),
                 discard=ProcessWorker.close,
             )
-        return RankGroup(ranks, config.train.parallel)
+        return as_one_worker(ranks, config.train.parallel)
 
     return spawn

@@ -30,7 +30,7 @@ from penstock.workers.supervise.supervised import (
     SupervisionCallbacks,
     Worker,
 )
-from penstock.workers.supervise.trainer import RankGroup
+from penstock.workers.supervise.trainer import as_one_worker
 from penstock.workers.workers import (
     Workers,
     all_or_first_error,
@@ -260,6 +260,6 @@ def _spawn_trainer(actors: _Actors, total_steps: int) -> Callable[[], Awaitable[
         for slot in slots:
             slot.has_served = True
         folders[node] = await ranks[0].call("weights_folder")
-        return RankGroup(ranks, config.train.parallel)
+        return as_one_worker(ranks, config.train.parallel)
 
     return spawn

@@ -1,7 +1,8 @@
 """The trainer as the loop sees it: one or several rank workers that are restarted when they die.
 
-`RankGroup` presents several rank workers as one worker: each rank gets its share of a batch's
-groups (ranks of one copy of the model get the same share), and the end of one rank ends all of them.
+`RankGroup` presents several rank workers as one worker (one rank alone is the worker itself): each rank
+gets its share of a batch's groups (ranks of one copy of the model get the same share), and the end of one
+rank ends all of them.
 `RestartingTrainer` repeats a call after a restart; `restart_with` says how a new worker gets the state of
 the old one (newest checkpoint, then redo from the journal).
 """
@@ -29,7 +30,7 @@ _EACH_BY_ITSELF = ("write_snapshot", "progress")
 
 
 class RankGroup:
-    """See `Worker`: trainer ranks as one."""
+    """See `Worker`: several trainer ranks as one."""
 
     can_be_killed = True
 
@@ -41,8 +42,6 @@ class RankGroup:
 
     @property
     def place(self) -> str:
-        if len(self._ranks) == 1:
-            return self._ranks[0].place
         return ", ".join(f"{rank.name} {rank.place}" for rank in self._ranks)
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -113,6 +112,11 @@ class RankGroup:
 
     async def close(self) -> None:
         await asyncio.gather(*(rank.close() for rank in self._ranks))
+
+
+def as_one_worker(ranks: Sequence[Worker], parallel: ParallelConfig) -> Worker:
+    """The ranks of a trainer as one worker; a rank alone is that worker."""
+    return ranks[0] if len(ranks) == 1 else RankGroup(ranks, parallel)
 
 
 def _one_report(reports: Sequence[StepReport]) -> StepReport:
@@ -221,12 +225,13 @@ class RestartingTrainer(TrainerClient):
         """Train a step; a worker that is at another step is replaced and restored from the journal."""
         await self._written()
         try:
-            return await super().train(batch)
+            report: StepReport = await self.call("train", batch)
         except WrongStep as error:
             if not self.supervised.can_restart:
                 raise
             await self.supervised.replace(str(error))
-            return await super().train(batch)
+            report = await self.call("train", batch)
+        return report
 
     async def publish(self) -> WeightHandle:
         """As soon as engines may begin to read; `train` waits for the rest of the writing."""
