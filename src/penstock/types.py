@@ -506,6 +506,18 @@ class Batch:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class Arithmetic:
+    """How a trainer computes. Two that are equal and have no doubt give a step the same bits."""
+
+    device: str  # cpu, or the name of the GPU
+    libraries: dict[str, str] = field(default_factory=dict)  # by name, their versions
+    doubt: str = ""  # why a repeated step may give other bits; empty: it gives the same
+
+    def __str__(self) -> str:
+        return f"{self.device} ({', '.join(f'{n} {v}' for n, v in self.libraries.items())})"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class StepReport:
     """The result of one update."""
 
@@ -514,6 +526,7 @@ class StepReport:
     digest: str  # digest of the weights after the update
     metrics: dict[str, float] = field(default_factory=dict)
     trained: tuple[tuple[str, str], ...] = ()  # `Batch.fingerprints` of what the trainer was given
+    arithmetic: Arithmetic | None = None  # with which the weights were computed
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

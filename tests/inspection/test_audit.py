@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from penstock.config import SamplingConfig
+from penstock.config.doubts import doubts
 from penstock.data.sampler import Sampler
-from penstock.inspection.audit import Audit, EraBounds, audit_journal, audit_run
+from penstock.inspection.audit import Audit, EraBounds, audit_journal, audit_run, take_audit
 from penstock.rollout import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
 from penstock.rollout.agent.single_turn import SingleTurn
 from penstock.rollout.replay_buffer import ReplayBuffer
@@ -333,6 +334,36 @@ def test_steps_without_a_record_by_the_trainer_are_told(tmp_path: Path) -> None:
     found = look(tmp_path)
     assert found.balanced
     assert found.warnings[0].startswith("5 of steps 1 to 5 have no record by the trainer")
+
+
+def test_a_device_whose_bits_do_not_repeat_is_named(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    facts = {"device": "NVIDIA H200", "libraries": {}, "doubt": "kernels add in varying order"}
+    journal = Journal.open(tmp_path / "journal.db", threaded=False)
+    journal.record_identity({"arithmetic": json.dumps(facts)})
+    journal.close()
+    found = look(tmp_path)
+    assert found.balanced
+    assert found.warnings[0] == (
+        "the steps' bits may not repeat on NVIDIA H200: kernels add in varying order"
+    )
+
+
+def test_a_run_on_a_cpu_is_recorded_as_one_whose_bits_repeat(quiet: RunFolder) -> None:
+    journal = Journal.open(quiet.journal, readonly=True)
+    (arithmetic,) = journal.arithmetic_since(1)
+    journal.close()
+    assert (arithmetic.device, arithmetic.doubt) == ("cpu", "")
+    assert arithmetic.libraries["torch"]
+    assert take_audit(quiet).warnings == []
+
+
+def test_engines_of_others_are_named_in_the_audit_and_at_the_start(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    (tmp_path / "config.toml").write_text('[engine]\nname = "openai"\n')
+    line = "engine openai: the same run again may sample other responses"
+    assert any(line in warning for warning in take_audit(RunFolder(tmp_path)).warnings)
+    assert any(line in doubt for doubt in doubts(RunFolder(tmp_path).config()))
 
 
 def test_a_bound_that_was_not_kept_is_found(tmp_path: Path) -> None:

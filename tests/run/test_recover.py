@@ -19,7 +19,15 @@ from penstock.run.recover import keep_trainer_alive, redo, save_at_stop
 from penstock.store.checkpoint import CheckpointStore
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
-from penstock.types import Batch, Group, Rollout, Status, StepReport, VersionSegment
+from penstock.types import (
+    Arithmetic,
+    Batch,
+    Group,
+    Rollout,
+    Status,
+    StepReport,
+    VersionSegment,
+)
 from penstock.workers.supervise.trainer import TrainerClient
 from stages.rollouts import make_prompt
 
@@ -27,8 +35,9 @@ from stages.rollouts import make_prompt
 class Trainer:
     """Gives each step a digest: the journalled one, or another from step 2 on."""
 
-    def __init__(self, *, exact: bool, differs: bool) -> None:
+    def __init__(self, *, exact: bool, differs: bool, device: str = "cpu") -> None:
         self._exact, self._differs = exact, differs
+        self._arithmetic = Arithmetic(device=device, libraries={"torch": "2.11.0"})
 
     async def is_exact(self) -> bool:
         return self._exact
@@ -36,12 +45,17 @@ class Trainer:
     async def train(self, batch: Batch) -> StepReport:
         other = "-other" if self._differs and batch.step >= 2 else ""
         return StepReport(
-            step=batch.step, policy_version=batch.step, digest=f"d{batch.step}{other}"
+            step=batch.step,
+            policy_version=batch.step,
+            digest=f"d{batch.step}{other}",
+            arithmetic=self._arithmetic,
         )
 
 
-@pytest.fixture
-def journal(tmp_path: Path):
+@pytest.fixture(params=["cpu"])
+def journal(tmp_path: Path, request: pytest.FixtureRequest):
+    """Three steps, all trained on one device, or each on its own."""
+    devices = 3 * [request.param] if isinstance(request.param, str) else request.param
     journal = Journal.open(tmp_path / "journal.db", threaded=False)
 
     async def three_steps() -> None:
@@ -59,7 +73,12 @@ def journal(tmp_path: Path):
             trained = Batch(step=step, groups=(group,)).fingerprints()
             digest, metrics = f"d{step}", {"m": 1}
             report = StepReport(
-                step=step, policy_version=step, digest=digest, metrics=metrics, trained=trained
+                step=step,
+                policy_version=step,
+                digest=digest,
+                metrics=metrics,
+                trained=trained,
+                arithmetic=Arithmetic(device=devices[step - 1], libraries={"torch": "2.11.0"}),
             )
             await journal.commit_step(report)
 
@@ -68,9 +87,11 @@ def journal(tmp_path: Path):
     journal.close()
 
 
-def redone(journal: Journal, trainer: Trainer, notes: list[str], **options: bool) -> list[str]:
+def redone(
+    journal: Journal, trainer: Trainer, notes: list[str], *, first: int = 1, **options: bool
+) -> list[str]:
     async def run() -> list[str]:
-        steps = redo(trainer, journal, 1, 3, notes.append, **options)  # type: ignore[arg-type]
+        steps = redo(trainer, journal, first, 3, notes.append, **options)  # type: ignore[arg-type]
         return [report.digest async for report in steps]
 
     return asyncio.run(run())
@@ -118,6 +139,55 @@ def test_where_bits_do_not_repeat_the_redone_digest_takes_its_place(journal: Jou
     assert journal.steps()[1].metrics == {"m": 1}
     assert len(notes) == 1
     assert "step 2" in notes[0]
+
+
+H200, A100 = "NVIDIA H200", "NVIDIA A100"
+
+
+@pytest.mark.parametrize("journal", [H200], indirect=True)
+def test_a_gpu_that_repeats_bits_stops_at_a_difference_like_a_cpu(journal: Journal) -> None:
+    with pytest.raises(DigestMismatch, match="or a damaged journal"):
+        redone(journal, Trainer(exact=True, differs=True, device=H200), [])
+
+
+@pytest.mark.parametrize("journal", [H200], indirect=True)
+def test_on_another_kind_of_gpu_the_redone_digest_takes_its_place_with_a_note(
+    journal: Journal,
+) -> None:
+    notes: list[str] = []
+    redone(journal, Trainer(exact=True, differs=True, device=A100), notes)
+    assert notes == [
+        "step 2 redone, with other bits: the run was made on NVIDIA H200 (torch 2.11.0), this is "
+        "NVIDIA A100 (torch 2.11.0); continuing"
+    ]
+    assert [arithmetic.device for arithmetic in journal.arithmetic_since(1)] == [H200, A100]
+    assert [arithmetic.device for arithmetic in journal.arithmetic_since(2)] == [A100]
+
+
+@pytest.mark.parametrize("journal", [H200], indirect=True)
+def test_a_redo_that_was_killed_on_another_kind_of_gpu_goes_on_there(journal: Journal) -> None:
+    async def killed_after_step_2() -> None:
+        trainer = Trainer(exact=True, differs=True, device=A100)
+        async for report in redo(trainer, journal, 2, 3, lambda text: None):  # type: ignore[arg-type]
+            if report.step == 2:
+                return
+
+    asyncio.run(killed_after_step_2())
+    assert [report.digest for report in journal.steps()] == ["d1", "d2-other", "d3"]
+    redone(journal, Trainer(exact=True, differs=True, device=A100), [], first=2)
+    assert [report.digest for report in journal.steps()] == ["d1", "d2-other", "d3-other"]
+
+
+@pytest.mark.parametrize("device", ["cpu", A100])
+@pytest.mark.parametrize("journal", [(H200, H200, A100)], indirect=True)
+def test_a_replay_elsewhere_names_the_device_that_the_step_was_made_on(
+    journal: Journal, device: str
+) -> None:
+    with pytest.raises(
+        DigestMismatch, match=r"made on NVIDIA H200 \(torch 2.11.0\), this is"
+    ) as error:
+        redone(journal, Trainer(exact=True, differs=True, device=device), [], repair=False)
+    assert "damaged" not in str(error.value)
 
 
 def publish(journal: Journal, *versions: int, again: str = "") -> None:

@@ -39,6 +39,7 @@ def doubts(config: Config) -> list[str]:
             "nodes to choose from"
             for key in _places(config.launch)
         ]
+    lines += unrepeatable_samples(config)
     trained = [name for name, task in config.tasks.items() if task.system_prompt]
     lines += [
         f"eval.tasks.{name}: evaluated without a system prompt, but trained with that of "
@@ -109,3 +110,13 @@ def _without_effect(config: Config, produce: ProduceConfig) -> list[str]:
             f"pause_timeout_s has no effect with sync.on_update {config.sync.on_update}: nothing is aborted"
         )
     return lines
+
+
+def unrepeatable_samples(config: Config) -> list[str]:
+    """A line for each engine of others, whose samples cannot be repeated."""
+    names = sorted({engine.name for engine in config.engine_kinds()} & {"vllm", "openai"})
+    return [
+        f"engine {name}: the same run again may sample other responses; redo and replay train on the "
+        "journalled ones"
+        for name in names
+    ]

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from penstock import files
 from penstock.config import ProduceConfig
+from penstock.config.doubts import unrepeatable_samples
 from penstock.errors import JournalDamaged
 from penstock.inspection.contents import read_contents
 from penstock.inspection.laws import EraBounds, row_faults, staleness
@@ -134,6 +135,8 @@ def take_audit(folder: RunFolder, *, deep: bool = False) -> Audit:
         result.warnings.append(
             f"this run is a fork: its rollouts and weight versions are those of {origin.run}"
         )
+    if origin is None:
+        result.warnings += unrepeatable_samples(folder.config())
     for name, value in folder.record().items():
         if name.startswith(LOST_AFTER):
             result.warnings.append(f"the end of the journal was {name}: {value}")
@@ -219,6 +222,7 @@ def _account(
         ],
         warnings=[
             *redone_versions(journal),
+            *_unrepeatable(journal),
             *_unrecorded_steps(journal),
             *_pruned_steps(journal),
             *(line for name, task in tasks.items() for line in _bias(name, task)),
@@ -277,6 +281,15 @@ def _means(rows: Sequence[tuple]) -> tuple[float | None, float | None]:
     columns = [[row[at] for row in rows if row[at] is not None] for at in (0, 1)]
     means = [float(np.mean(column)) if column else None for column in columns]
     return means[0], means[1]
+
+
+def _unrepeatable(journal: Journal) -> list[str]:
+    """A line if steps that are trained again may give other bits; nothing if they give the same."""
+    return [
+        f"the steps' bits may not repeat on {arithmetic.device}: {arithmetic.doubt}"
+        for arithmetic in journal.arithmetic_since(1)
+        if arithmetic.doubt
+    ]
 
 
 def _unrecorded_steps(journal: Journal) -> list[str]:

@@ -1,7 +1,8 @@
 """Before the first step: bring trainer and engine to the same weights, new or from a journal.
 
-Recovery = newest valid checkpoint + redo of the journalled steps, without generation. On a CPU each
-redone step must give the journalled digest, bit for bit; a difference stops the run. The journal
+Recovery = newest valid checkpoint + redo of the journalled steps, without generation. Each redone step
+must give the journalled digest, bit for bit; a difference stops the run, unless the step was trained on
+another kind of GPU, with other libraries, or with arithmetic that does not repeat bits. The journal
 decides: a checkpoint newer than its last step is renamed to `lost-*`.
 """
 
@@ -20,7 +21,7 @@ from penstock.run.job import Job, open_trainer
 from penstock.store.checkpoint import Checkpoint, CheckpointStore
 from penstock.store.journal import Journal, is_empty
 from penstock.store.run_folder import CONFIG, LOST_AFTER, RunFolder
-from penstock.types import StepReport, contradicts
+from penstock.types import Arithmetic, StepReport, contradicts
 from penstock.weights.digest import FORM
 from penstock.workers.supervise.trainer import TrainerClient
 
@@ -207,11 +208,11 @@ async def redo(
 ) -> AsyncIterator[StepReport]:
     """Train the journalled steps again and compare every digest with the journalled one.
 
-    Raise at a difference. With `repair`, on a device that does not repeat bits (a GPU), note the
-    difference and replace the journalled digest.
+    Raise at a difference. With `repair`, where other bits are to be expected, note the difference and
+    replace the journalled digest.
     """
     journalled = {report.step: report for report in journal.steps()} if first <= last else {}
-    strict = not repair or await trainer.is_exact()
+    exact = await trainer.is_exact()
     told = False
     for step in range(first, last + 1):
         report = await trainer.train(journal.batch(step))
@@ -222,11 +223,15 @@ async def redo(
                 "trainer recorded"
             )
         if report.digest != before.digest:
-            if strict:
-                raise DigestMismatch(_difference(report, before))
+            # from the step before: this redo, or one that was killed, has changed what comes after it
+            recorded = journal.arithmetic_since(first - 1 if repair else step)
+            reason = _expected_difference(report.arithmetic, recorded)
+            if not repair or (exact and not reason):
+                raise DigestMismatch(_difference(report, before, reason))
             if not told:
                 told = True
-                note(f"step {step} redone: this device does not repeat bits; continuing")
+                reason = reason or "this device does not repeat bits"
+                note(f"step {step} redone, with other bits: {reason}; continuing")
             await journal.redo_step(report)
         yield report
 
@@ -235,11 +240,25 @@ def _hashes(report: StepReport) -> list[str]:
     return [fingerprint for _, fingerprint in report.trained]
 
 
-def _difference(report: StepReport, before: StepReport) -> str:
+def _expected_difference(now: Arithmetic | None, recorded: Sequence[Arithmetic]) -> str:
+    """Why a step that is trained again here may give other bits; empty: it must give the same."""
+    if now is None or {now.device, *(before.device for before in recorded)} == {"cpu"}:
+        return ""
+    if not recorded:
+        return "the journal does not say on which device the run was made"
+    for before in recorded:
+        if (now.device, now.libraries) != (before.device, before.libraries):
+            return f"the run was made on {before}, this is {now}"
+    return recorded[0].doubt or now.doubt
+
+
+def _difference(report: StepReport, before: StepReport, reason: str) -> str:
+    causes = reason or (
+        "possible causes: another thread count, machine or library version, or a damaged journal"
+    )
     return (
         f"step {report.step}: redone weights have digest {report.digest}, the journal has "
-        f"{before.digest}; possible causes: another thread count, machine or library version, or "
-        "a damaged journal; nothing was changed on disk"
+        f"{before.digest}; {causes}; nothing was changed on disk"
     )
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from penstock.config import Config
 from penstock.data.sampler import stable_hash
 from penstock.errors import RunError, StopRequested
+from penstock.model.arithmetic import arithmetic_of
 from penstock.model.loading import compute_dtype
 from penstock.model.stored_weights import StoredWeights
 from penstock.model.transfer import HostCopy, to_device
@@ -160,6 +161,7 @@ class Consumer:
             samplings = [config.task_sampling(task) for task in config.tasks]
             self.policy.warm_up(bans_ends=any(sampling.min_tokens for sampling in samplings))
             self.update_step.warm_up()
+        self.arithmetic = arithmetic_of(model)
         self._stop = threading.Event()
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="hash of a batch")
 
@@ -229,6 +231,7 @@ class Consumer:
             digest=digest,
             metrics={**metrics, "time/digest_s": ended - updated},
             trained=fingerprints,
+            arithmetic=self.arithmetic,
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -41,7 +41,7 @@ from penstock.store.journal.schema import (
     rollout_key,
 )
 from penstock.store.journal.writer import Writer
-from penstock.types import Batch, Group, ModelCall, Prompt, Rollout, Status, StepReport
+from penstock.types import Arithmetic, Batch, Group, ModelCall, Prompt, Rollout, Status, StepReport
 from penstock.waits import WaitInOrder, WaitKind, Waits
 
 _STEPS_PRUNED_AT_ONCE = 16
@@ -190,7 +190,7 @@ class Journal:
 
     async def redo_step(self, report: StepReport) -> None:
         """Record that a committed step was trained again and gave other bits."""
-        record = records.StepRedone(time.time(), report.step, report.digest)
+        record = records.StepRedone(time.time(), report)
         await self._write_step(record, f"step {report.step}, redone")
 
     async def _write_step(self, record: records.Record, detail: str) -> None:
@@ -382,6 +382,10 @@ class Journal:
     def read_identity(self) -> dict[str, str]:
         """The facts that identify the run, by name; empty in a journal that has none."""
         return dict(self.query("SELECT name, value FROM identity ORDER BY name"))
+
+    def arithmetic_since(self, step: int) -> list[Arithmetic]:
+        """Every arithmetic with which that step or a later one was trained, in order."""
+        return records.arithmetic_since(self.read_identity(), step)
 
     def copy_to(self, path: Path) -> None:
         """Copy the journal as it is at one moment, also while a run writes to it."""

@@ -10,8 +10,8 @@ import hashlib
 import itertools
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from penstock.errors import RunError
@@ -25,7 +25,7 @@ from penstock.store.journal.codec import (
 )
 from penstock.store.journal.group_table import GroupTable, ManyRows
 from penstock.store.journal.schema import CHECKED, expression, rollout_key, row_check
-from penstock.types import Group, Prompt, StepReport
+from penstock.types import Arithmetic, Group, Prompt, StepReport
 
 _INSERT_ROLLOUTS = ManyRows("INSERT OR REPLACE INTO rollout_rows VALUES {rows}", 13)
 _INSERT_EVENTS = ManyRows(
@@ -209,6 +209,7 @@ class StepCommitted:
             *(trained, num_events, chain),
         )
         db.execute(_COMMIT_STEP, (*row, row_check(step, begun_at, group_ids, *row, None), step))
+        _record_arithmetic(tables, report)
 
     def _begun(self, db: sqlite3.Connection) -> tuple[float, str]:
         """When the step was begun, and its batch; raise unless this commit is its own."""
@@ -249,14 +250,38 @@ class StepRedone:
     """A committed step was trained again where bits do not repeat: its weights have a new digest."""
 
     at: float
-    step: int
-    digest: str
+    report: StepReport
 
     def write(self, tables: GroupTable) -> None:
-        db = tables.db
-        if db.execute(_REDO_STEP, {"step": self.step, "digest": self.digest}).rowcount != 1:
-            raise RunError(f"journal: step {self.step} is redone, but it was never committed")
-        WeightsSeen(self.at, "redone", None, self.step, self.digest).write(tables)
+        db, step, digest = tables.db, self.report.step, self.report.digest
+        if db.execute(_REDO_STEP, {"step": step, "digest": digest}).rowcount != 1:
+            raise RunError(f"journal: step {step} is redone, but it was never committed")
+        WeightsSeen(self.at, "redone", None, step, digest).write(tables)
+        _record_arithmetic(tables, self.report)
+
+
+_ARITHMETIC, _UNTIL = "arithmetic", "arithmetic until step "  # names of facts
+
+
+def _record_arithmetic(tables: GroupTable, report: StepReport) -> None:
+    """Record the trainer's arithmetic where it changes; the one before counts until the step before."""
+    if report.arithmetic is None:
+        return
+    now = json.dumps(asdict(report.arithmetic))
+    row = tables.db.execute(
+        "SELECT value FROM identity_rows WHERE name = ?", (_ARITHMETIC,)
+    ).fetchone()
+    if row is None or row[0] != now:
+        earlier = row is not None and report.step > 1
+        before = {f"{_UNTIL}{report.step - 1}": row[0]} if earlier else {}
+        Identified({**before, _ARITHMETIC: now}).write(tables)
+
+
+def arithmetic_since(facts: Mapping[str, str], step: int) -> list[Arithmetic]:
+    """Every arithmetic that the journal's facts name for a step or later ones, in order."""
+    ends = sorted(int(name.removeprefix(_UNTIL)) for name in facts if name.startswith(_UNTIL))
+    names = [*(f"{_UNTIL}{end}" for end in ends if end >= step), _ARITHMETIC]
+    return [Arithmetic(**json.loads(facts[name])) for name in names if name in facts]
 
 
 @dataclass(slots=True)
