@@ -173,7 +173,7 @@ def newest_checkpoint(store: CheckpointStore, journal: Journal, note: Note) -> C
     search = store.search()
     for damage in search.damaged:
         note(f"damaged: {damage}; using the next older checkpoint")
-    digests = _digests(journal)
+    digests = {} if search.checkpoint is None else _digests(journal)
     while (checkpoint := search.checkpoint) is not None:
         journalled = digests.get(checkpoint.step, checkpoint.digest)
         if checkpoint.digest == journalled:
