@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from penstock.engine.transformers.cpu.cpu_steps import PrefillRows, _prompt_runs
-from penstock.engine.transformers.kv_attention import AttentionCall, causal_attention
 from penstock.engine.transformers.sequences import Span
+from penstock.model.attention import AttentionCall, causal_attention
 
 # rows 2 to 30; the third sequence has a partial response of three tokens
 SPANS = [Span(2, 5, 5), Span(7, 5, 5), Span(12, 5, 8), Span(20, 5, 5), Span(25, 6, 6)]

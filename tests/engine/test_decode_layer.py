@@ -177,8 +177,8 @@ def test_packed_prompts_attend_as_each_by_itself(dtype: torch.dtype, window: int
     """Three prompts of 6, 1 and 9 tokens; on a GPU in half precision by the flash kernel."""
     from penstock.engine.transformers.cuda.cuda_steps import PrefillStep, joined_ranges
     from penstock.engine.transformers.cuda.regions import KVPool
-    from penstock.engine.transformers.kv_attention import AttentionCall, causal_attention
     from penstock.engine.transformers.sequences import Span
+    from penstock.model.attention import AttentionCall, causal_attention
 
     lengths = np.array([6, 1, 9])
     spans = [Span(0, 6, 6), Span(6, 1, 1), Span(7, 9, 9)]

@@ -17,6 +17,10 @@ from penstock.engine.transformers.cpu.packed_linear import (
     small_kind,
 )
 from penstock.engine.transformers.fuse import PlainLinear
+from penstock.model.attention import OneSequence
+from penstock.model.decoder import hidden_states, logits, read_weights
+from penstock.model.families import family_of
+from penstock.weights.model_weights import load_weights, model_digest, named_weights
 from stages import tiny_policy as tiny
 from stages.engine_case import EngineCase, run
 from stages.tiny_engine import make_engine, same_bits
@@ -49,16 +53,20 @@ def test_a_packed_product_is_the_plain_one(biased: bool, kind: type[PlainLinear]
 
 
 @needs_library
-def test_linear_layers_are_taken_once_and_follow_their_weights() -> None:
-    model, ids = tiny.tiny_model(0), torch.tensor([[5, 6, 7]])
+def test_products_of_a_model_follow_its_weights() -> None:
+    model, ids = tiny.tiny_model(0), torch.tensor([5, 6, 7])
+    family = family_of(model.config)
     linears = ModelLinears(PACKED)
-    linears.take_linears(model)
-    linears.take_linears(model)
-    assert len(linears._all) == 2 * 7 + 1  # two layers of seven, and the head
-    model.load_state_dict(tiny.tiny_model(1).state_dict())
+    names, digest = [name for name, _ in named_weights(model)], model_digest(model)
+    weights = read_weights(model, family, linears)
+    assert [name for name, _ in named_weights(model)] == names
+    assert model_digest(model) == digest
+    load_weights(model, dict(tiny.reference(1).named_parameters()))
     linears.refresh()
     with torch.no_grad():
-        assert torch.allclose(model(ids).logits, tiny.reference(1)(ids).logits, atol=1e-4)
+        hidden = hidden_states(family, weights, OneSequence(), ids, torch.arange(3))
+        expected = tiny.reference(1)(ids[None]).logits[0]
+        assert torch.allclose(logits(family, weights, hidden), expected, atol=1e-4)
 
 
 @needs_library

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
 import threading
@@ -334,9 +335,10 @@ def test_a_request_whose_logits_are_nan_fails_alone() -> None:
         engine = make_engine()
         await engine.start()
         alone = [await engine.generate(requests[0]), await engine.generate(requests[2])]
-        rows = engine._live_runner._rows  # type: ignore[attr-defined]
-        rows._embedding = rows._embedding.clone()  # the head has the same weight
-        rows._embedding[60] = torch.nan
+        runner = engine._live_runner
+        embedding = runner._weights.embedding.detach().clone()  # the head has the same weight
+        embedding[60] = torch.nan
+        runner._weights = dataclasses.replace(runner._weights, embedding=embedding)
         good, bad, fine = await engine.generate_many(requests)
         await engine.close()
         assert bad.finish_reason == "error"

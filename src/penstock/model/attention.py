@@ -7,9 +7,40 @@ long sequence does not hold all its scores at once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 
 _SCORES_AT_ONCE = 1 << 27  # over all sequences and heads
+
+
+@dataclass(slots=True, eq=False)
+class AttentionCall:
+    """The arguments of one layer's attention; keys and values are those of the new rows only."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+    @property
+    def needs_plain(self) -> bool:
+        """Whether the scores need what torch's fused attention lacks: a soft cap or sinks."""
+        return self.softcap is not None or self.sinks is not None
+
+
+class Step(Protocol):
+    """One forward pass: stores the keys and values of each layer and attends for its rows."""
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store the new keys and values, [1, kv heads, rows, head size]."""
+
+    def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
+        """The attention output [1, rows, heads, head size]."""
 
 
 def fits_flash(key_size: int, value_size: int) -> bool:
@@ -83,3 +114,38 @@ def _probabilities(
         return scores.softmax(dim=-1)
     sink = sink_H.to(scores.dtype)[:, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)
     return torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def causal_attention(call: AttentionCall, rows: slice) -> torch.Tensor:
+    """Attend causally among `rows` as one sequence; return [1, heads, rows, head size]."""
+    query, key, value = call.query[:, :, rows], call.key[:, :, rows], call.value[:, :, rows]
+    length = query.shape[2]
+    if not call.needs_plain and (call.window is None or call.window >= length):
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=call.scale, enable_gqa=True
+        )
+    position_L = torch.arange(length, device=query.device)
+    gap_LL = position_L[:, None] - position_L[None, :]
+    seen_LL = gap_LL >= 0
+    if call.window is not None:
+        seen_LL &= gap_LL < call.window
+    if call.needs_plain:
+        return plain_attention(
+            query, key, value, seen_LL, scale=call.scale, softcap=call.softcap, sink_H=call.sinks
+        )
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen_LL, scale=call.scale, enable_gqa=True
+    )
+
+
+class OneSequence:
+    """A step whose rows are one sequence; stores nothing but the shapes that the layers pass."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[int, int, int]] = {}  # layer -> kv heads, key size, value size
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
+
+    def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
+        return causal_attention(call, slice(None)).transpose(1, 2)

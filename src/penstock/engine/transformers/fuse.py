@@ -29,21 +29,19 @@ class PlainLinear:
         """Follow an in-place change of the weight."""
 
 
-MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], PlainLinear]
-
-
-def fuse_projections(model: nn.Module, make: MakeLinear = PlainLinear) -> list[FusedLinear]:
+def fuse_projections(model: nn.Module) -> list[FusedLinear]:
     """Fuse siblings that are plain linear layers of one input; return the products."""
     fused = []
     for parent in model.modules():
         for names in SIBLINGS:
             parts: list[Any] = [getattr(parent, name, None) for name in names]
-            if _can_fuse(parts):
-                fused.append(FusedLinear(parts, make))
+            if can_fuse(parts):
+                fused.append(FusedLinear(parts))
     return fused
 
 
-def _can_fuse(parts: list[Any]) -> bool:
+def can_fuse(parts: list[Any]) -> bool:
+    """Whether these are plain linear layers that one product can compute."""
     first = parts[0]
     return all(
         type(part) is nn.Linear
@@ -54,31 +52,31 @@ def _can_fuse(parts: list[Any]) -> bool:
     )
 
 
+def join_weights(parts: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One weight and bias of several layers, whose own become views of them."""
+    weight, bias = torch.cat([part.weight.detach() for part in parts]), None
+    if parts[0].bias is not None:
+        bias = torch.cat([part.bias.detach() for part in parts])
+    first = 0
+    for part in parts:
+        rows = slice(first, first + part.out_features)
+        part.weight = nn.Parameter(weight[rows], requires_grad=False)
+        if bias is not None:
+            part.bias = nn.Parameter(bias[rows], requires_grad=False)
+        first = rows.stop
+    return weight, bias
+
+
 class FusedLinear:
     """One product for several layers; keeps its result until the last layer has taken its part."""
 
-    def __init__(self, parts: list[nn.Linear], make: MakeLinear) -> None:
-        self.first = parts[0]
+    def __init__(self, parts: list[nn.Linear]) -> None:
         self.sizes = [part.out_features for part in parts]
-        weight, bias = torch.cat([part.weight.detach() for part in parts]), None
-        if parts[0].bias is not None:
-            bias = torch.cat([part.bias.detach() for part in parts])
-        self.linear = make(weight, bias)
+        self.linear = PlainLinear(*join_weights(parts))
         self._input: torch.Tensor | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
-        first = 0
         for index, part in enumerate(parts):
-            rows = slice(first, first + part.out_features)
-            part.weight = nn.Parameter(weight[rows], requires_grad=False)
-            if bias is not None:
-                part.bias = nn.Parameter(bias[rows], requires_grad=False)
             part.forward = self._part(index)
-            first = rows.stop
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Inputs and outputs of the product."""
-        return self.first.in_features, sum(self.sizes)
 
     def _part(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
         last = len(self.sizes) - 1

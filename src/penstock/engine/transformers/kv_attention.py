@@ -12,44 +12,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from penstock.errors import UserError
-from penstock.model.attention import plain_attention
+from penstock.model.attention import AttentionCall, OneSequence, Step
 
 IMPLEMENTATION = "penstock"
-
-
-class Step(Protocol):
-    """One forward pass: stores the keys and values of each layer and attends for its rows."""
-
-    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store the new keys and values, [1, kv heads, rows, head size]."""
-
-    def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
-        """The attention output [1, rows, heads, head size]."""
-
-
-@dataclass(slots=True, eq=False)
-class AttentionCall:
-    """The arguments of one layer's attention; keys and values are those of the new rows only."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None
-
-    @property
-    def needs_plain(self) -> bool:
-        """Whether the scores need what torch's fused attention lacks: a soft cap or sinks."""
-        return self.softcap is not None or self.sinks is not None
 
 
 class _Current(threading.local):
@@ -124,28 +96,6 @@ def _attention(
 AttentionInterface.register(IMPLEMENTATION, _attention)
 
 
-def causal_attention(call: AttentionCall, rows: slice) -> torch.Tensor:
-    """Attend causally among `rows` as one sequence; return [1, heads, rows, head size]."""
-    query, key, value = call.query[:, :, rows], call.key[:, :, rows], call.value[:, :, rows]
-    length = query.shape[2]
-    if not call.needs_plain and (call.window is None or call.window >= length):
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=call.scale, enable_gqa=True
-        )
-    position_L = torch.arange(length, device=query.device)
-    gap_LL = position_L[:, None] - position_L[None, :]
-    seen_LL = gap_LL >= 0
-    if call.window is not None:
-        seen_LL &= gap_LL < call.window
-    if call.needs_plain:
-        return plain_attention(
-            query, key, value, seen_LL, scale=call.scale, softcap=call.softcap, sink_H=call.sinks
-        )
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen_LL, scale=call.scale, enable_gqa=True
-    )
-
-
 @dataclass(slots=True, frozen=True, kw_only=True)
 class KVShape:
     """What a model stores in a KV cache for one token."""
@@ -159,19 +109,6 @@ class KVShape:
     @property
     def bytes_per_token(self) -> int:
         return self.layers * self.heads * (self.key_size + self.value_size) * self.dtype.itemsize
-
-
-class OneSequence:
-    """A step whose rows are one sequence; stores nothing but the shapes that the layers pass."""
-
-    def __init__(self) -> None:
-        self.shapes: dict[int, tuple[int, int, int]] = {}  # layer -> kv heads, key size, value size
-
-    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
-
-    def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
-        return causal_attention(call, slice(None)).transpose(1, 2)
 
 
 def probe_shape(model: torch.nn.Module) -> KVShape:
@@ -194,7 +131,7 @@ def probe_shape(model: torch.nn.Module) -> KVShape:
             f"({type(error).__name__}: {error}); "
             "allowed: decoders with plain attention; use engine vllm for this model"
         ) from error
-    layers = model.config.num_hidden_layers
+    layers = model.config.get_text_config().num_hidden_layers
     shapes = set(probe.shapes.values())
     if sorted(probe.shapes) != list(range(layers)) or len(shapes) != 1:
         raise UserError(

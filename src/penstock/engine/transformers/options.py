@@ -133,7 +133,7 @@ class TransformersOptions:
 
 def longest_request(model: torch.nn.Module, options: TransformersOptions) -> int:
     """The most tokens of one request, by the model's positions and the token budget."""
-    positions = getattr(model.config, "max_position_embeddings", None) or 1 << 30
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     return min(positions, options.max_tokens_in_flight or positions)
 
 

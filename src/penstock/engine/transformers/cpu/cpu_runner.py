@@ -14,11 +14,10 @@ import torch
 
 from penstock.engine.transformers.cpu.buckets import BucketedKV
 from penstock.engine.transformers.cpu.cpu_steps import DecodeRows, PrefillRows, RowsStep, round_up
-from penstock.engine.transformers.cpu.invariance import find_row_quantum
+from penstock.engine.transformers.cpu.invariance import find_row_quantum, linear_sizes
 from penstock.engine.transformers.cpu.packed_linear import ModelLinears, choose_linear
-from penstock.engine.transformers.cpu.row_model import make_row_model
-from penstock.engine.transformers.fuse import PlainLinear, fuse_projections
-from penstock.engine.transformers.kv_attention import StepCache, probe_shape, running
+from penstock.engine.transformers.fuse import PlainLinear
+from penstock.engine.transformers.kv_attention import KVShape, StepCache, probe_shape, running
 from penstock.engine.transformers.options import (
     TransformersOptions,
     longest_request,
@@ -31,8 +30,10 @@ from penstock.engine.transformers.sequences import (
     TextOf,
     lay_out,
 )
+from penstock.model.decoder import hidden_states, logits, read_weights
+from penstock.model.decoder_check import check_decoder
+from penstock.model.families import Family, family_of
 from penstock.model.loading import end_ids
-from penstock.model.norms import fuse_norms
 from penstock.model.sampling import sample
 from penstock.weights.model_weights import load_weights
 
@@ -48,16 +49,21 @@ class CpuRunner:
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
         self.longest = longest_request(model, options)
         self._text_of = text_of
-        shape = probe_shape(model)
+        longest = min(self.longest, options.load.longest or self.longest)
+        self._family = family_of(model.config, longest) if options.fuse else None
         self._linears = ModelLinears(choose_linear(model) if options.pack else PlainLinear)
-        fused = fuse_projections(model, self._linears.make) if options.fuse else []
-        if options.fuse:
-            fuse_norms(model)
-        self._linears.take_linears(model)
+        plain = False
+        if self._family is None:
+            shape, sizes, kind = probe_shape(model), linear_sizes(model), PlainLinear
+        else:
+            self._weights = read_weights(model, self._family, self._linears)
+            check_decoder(model, self._family, self._weights, longest)
+            shape = _shape_of(self._family, self._weights.embedding.dtype)
+            sizes, kind = self._linears.sizes, self._linears.kind
+            plain = self._family.softcap is not None or self._family.has_sinks
         self._quantum, self.batch_invariant = find_row_quantum(
-            model, [linear.size for linear in fused], shape, options.threads, self._linears.kind
+            sizes, shape, options.threads, kind, plain
         )
-        self._rows = make_row_model(model, fused)
         self._kv = BucketedKV(shape)
         self.prompts: dict[bytes, CachedPrompt] = {}
         self._cache = StepCache()
@@ -123,10 +129,10 @@ class CpuRunner:
         padded_rows = np.zeros(round_up(len(logit_rows), self._quantum), np.int64)
         padded_rows[: len(logit_rows)] = logit_rows
         rows_K = torch.from_numpy(padded_rows) if prefill.spans else None
-        logits = self._logits(
+        logits_KV = self._logits(
             RowsStep(decode, prefill), torch.from_numpy(ids), torch.from_numpy(positions), rows_K
         )
-        return logits[: len(logit_rows)]
+        return logits_KV[: len(logit_rows)]
 
     def _logits(
         self,
@@ -136,8 +142,18 @@ class CpuRunner:
         kept_K: torch.Tensor | None,
     ) -> torch.Tensor:
         """The logits of the kept rows; None: of all."""
-        if self._rows is not None:
-            return self._rows(step, ids_R, position_R, kept_K)
+        family = self._family
+        if family is not None:
+            hidden_KD = hidden_states(
+                family,
+                self._weights,
+                step,
+                ids_R,
+                position_R,
+                kept_K,
+                row_multiple=self._quantum,
+            )
+            return logits(family, self._weights, hidden_KD)
         with running(step):
             output = self.model(
                 input_ids=ids_R[None],
@@ -181,3 +197,13 @@ class CpuRunner:
         }
         slots_N = np.concatenate([decode.slots_N, [sequence.slot for sequence in new]])
         return slots_N, torch.cat([logits_KV[:decoded], torch.stack(first_logits)])
+
+
+def _shape_of(family: Family, dtype: torch.dtype) -> KVShape:
+    return KVShape(
+        layers=len(family.layers),
+        heads=family.kv_heads,
+        key_size=family.head_size,
+        value_size=family.head_size,
+        dtype=dtype,
+    )

@@ -10,13 +10,14 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from penstock.engine.transformers.cpu.buckets import Bucket, BucketedKV
-from penstock.engine.transformers.kv_attention import AttentionCall, causal_attention
 from penstock.engine.transformers.sequences import Span
-from penstock.model.attention import plain_attention
+from penstock.model.attention import AttentionCall, causal_attention, plain_attention
 
 QUANTUM = 16  # attention lengths are multiples of it: a vector remainder would change a row's bits
+_LEAST_PLAIN = 64  # keys of a plain attention: torch multiplies tiny matrices by other code
 
 
 def round_up(value: int, quantum: int) -> int:
@@ -70,7 +71,7 @@ class DecodeRows:
         for part in self._parts:
             rows = slice(part.first, part.end)
             key, value = part.seen[layer]
-            _attend_rows(query_RHD[rows], key, value, part.mask(call.window), call, output[0, rows])
+            attend_rows(query_RHD[rows], key, value, part.mask(call.window), call, output[0, rows])
 
 
 class _BucketRows:
@@ -178,12 +179,12 @@ def _attend_partial(span: Span, rows: slice, call: AttentionCall, output_NHD: to
         hidden |= key_L[None, :] <= position[:, None] - call.window
     mask = torch.zeros(hidden.shape, dtype=call.key.dtype).masked_fill_(hidden, -torch.inf)
     query = call.query[0, :, rows].transpose(0, 1)
-    _attend_rows(
+    attend_rows(
         query, stored(call.key), stored(call.value), mask[:, None, None, :], call, output_NHD
     )
 
 
-def _attend_rows(
+def attend_rows(
     query_NHD: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -196,6 +197,10 @@ def _attend_rows(
     The query heads of one kv head form one product.
     """
     if call.needs_plain:
+        missing = max(0, _LEAST_PLAIN - key.shape[2])
+        if missing:
+            key, value = (functional.pad(stored, (0, 0, 0, missing)) for stored in (key, value))
+            mask = functional.pad(mask, (0, missing), value=-torch.inf)
         output_NHD.copy_(
             plain_attention(
                 query_NHD[:, :, None],
@@ -210,7 +215,7 @@ def _attend_rows(
         return
     rows, heads, size = query_NHD.shape
     groups = key.shape[1], heads // key.shape[1]
-    output = torch.nn.functional.scaled_dot_product_attention(
+    output = functional.scaled_dot_product_attention(
         query_NHD.reshape(rows, *groups, size), key, value, attn_mask=mask, scale=call.scale
     )
     output_NHD.view(rows, *groups, -1).copy_(output)

@@ -13,8 +13,10 @@ from math import gcd
 import torch
 from torch import nn
 
+from penstock.engine.transformers.cpu.cpu_steps import attend_rows
 from penstock.engine.transformers.fuse import PlainLinear
 from penstock.engine.transformers.kv_attention import KVShape
+from penstock.model.attention import AttentionCall
 
 log = logging.getLogger(__name__)
 
@@ -26,18 +28,17 @@ _DRAWN_OUTPUTS = 4096  # outputs with weights of their own; further ones repeat 
 
 
 def find_row_quantum(
-    model: nn.Module,
-    fused: list[tuple[int, int]],
+    sizes: set[tuple[int, int]],
     shape: KVShape,
     threads: int,
     kind: type[PlainLinear] = PlainLinear,
+    plain: bool = False,
 ) -> tuple[int, bool]:
     """The row multiple to pad to, and whether it makes rows independent of each other.
 
-    `fused` are the (inputs, outputs) of the products that compute several layers of the model.
+    `sizes` are the (inputs, outputs) of the model's products; `plain`: its attention is not fused.
     """
-    if threads == 1 and _attention_is_invariant(shape):
-        sizes = _linear_sizes(model) | set(fused)
+    if threads == 1 and _attention_is_invariant(shape, plain):
         least = max((_VECTOR // gcd(_VECTOR, inputs) for inputs, _ in sizes), default=1)
         for quantum in QUANTA:
             if quantum >= least and all(
@@ -53,7 +54,8 @@ def find_row_quantum(
     return 1, False
 
 
-def _linear_sizes(model: nn.Module) -> set[tuple[int, int]]:
+def linear_sizes(model: nn.Module) -> set[tuple[int, int]]:
+    """The inputs and outputs of the linear layers of a model."""
     return {
         (module.in_features, module.out_features)
         for module in model.modules()
@@ -81,14 +83,14 @@ def _linear_is_invariant(
 
 
 @functools.cache
-def _attention_is_invariant(shape: KVShape) -> bool:
+def _attention_is_invariant(shape: KVShape, plain: bool) -> bool:
     """Whether masked keys and other rows leave a row's attention unchanged."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, generator=generator).to(shape.dtype)
 
-    query = draw(4, shape.heads, 2, shape.key_size)
+    query = draw(4, 2 * shape.heads, shape.key_size)
     key = draw(4, 640, shape.heads, shape.key_size).transpose(1, 2)
     value = draw(4, 640, shape.heads, shape.value_size).transpose(1, 2)
     seen_N = torch.tensor([7, 41, 30, 18])
@@ -96,9 +98,12 @@ def _attention_is_invariant(shape: KVShape) -> bool:
     def attend(rows: slice, length: int) -> torch.Tensor:
         hidden = torch.arange(length)[None, :] >= seen_N[rows, None]
         mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, -torch.inf)
-        return nn.functional.scaled_dot_product_attention(
-            query[rows], key[rows, :, :length], value[rows, :, :length], mask[:, None, None, :]
-        )
+        softcap = 1.0 if plain else None
+        call = AttentionCall(query, key, value, shape.key_size**-0.5, None, softcap, None)
+        output = query.new_empty(len(query[rows]), 2 * shape.heads, shape.value_size)
+        stored = key[rows, :, :length], value[rows, :, :length]
+        attend_rows(query[rows], *stored, mask[:, None, None, :], call, output)
+        return output
 
     whole = attend(slice(0, 4), 48)
     return all(

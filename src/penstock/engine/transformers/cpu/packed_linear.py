@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import os
 import platform
+from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.engine.transformers.fuse import PlainLinear
+from penstock.engine.transformers.fuse import PlainLinear, can_fuse, join_weights
+from penstock.model.decoder import Linear, ModuleProducts
 
 PACKED_FOR_ROWS = 32  # the row count that the layout is chosen for; any count may be multiplied
 LEAST_BYTES = 16 * 2**20  # least size of all packed weights; smaller ones fit a cache
@@ -34,7 +36,9 @@ class MklLinear(PlainLinear):
         return torch.ops.mkl._mkl_linear(x, self._packed, self._weight, self._bias, rows)
 
     def refresh(self) -> None:
-        self._packed = torch.ops.mkl._mkl_reorder_linear_weight(self._weight, PACKED_FOR_ROWS)
+        self._packed = torch.ops.mkl._mkl_reorder_linear_weight(
+            self._weight.contiguous(), PACKED_FOR_ROWS
+        )
 
 
 class DnnlLinear(PlainLinear):
@@ -50,7 +54,9 @@ class DnnlLinear(PlainLinear):
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
     def refresh(self) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, PACKED_FOR_ROWS)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(
+            self._weight.contiguous(), PACKED_FOR_ROWS
+        )
 
 
 class BlasLinear(PlainLinear):
@@ -75,21 +81,31 @@ class BlasLinear(PlainLinear):
 
 
 class ModelLinears:
-    """The matrix products of one model, all of one kind, so that an update can refresh them."""
+    """The matrix products of one model, all of one kind, so that an update can refresh them; see `Products`."""
 
     def __init__(self, kind: type[PlainLinear]) -> None:
         self.kind = kind
+        self.sizes: set[tuple[int, int]] = set()  # inputs and outputs
         self._all: list[PlainLinear] = []
 
-    def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PlainLinear:
+    def joint(self, modules: list[Any]) -> Linear:
+        """One product of layers of one input; modules of another kind (quantised ones) are called."""
+        if not can_fuse(modules):
+            return ModuleProducts().joint(modules)
+        if len(modules) == 1:
+            return self._make(modules[0].weight, modules[0].bias)
+        return self._make(*join_weights(modules))
+
+    def stacked(self, weight_EOI: torch.Tensor, bias_EO: torch.Tensor | None) -> list[Linear]:
+        biases = [None] * len(weight_EOI) if bias_EO is None else bias_EO.detach().unbind()
+        weights = weight_EOI.detach().unbind()
+        return [self._make(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+    def _make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PlainLinear:
+        outputs, inputs = weight.shape
+        self.sizes.add((inputs, outputs))
         self._all.append(self.kind(weight, bias))
         return self._all[-1]
-
-    def take_linears(self, model: nn.Module) -> None:
-        """Replace the forward of every linear layer that is not fused or replaced already."""
-        for module in model.modules():
-            if type(module) is nn.Linear and "forward" not in vars(module):
-                module.forward = self.make(module.weight, module.bias)
 
     def refresh(self) -> None:
         for linear in self._all:
@@ -99,6 +115,7 @@ class ModelLinears:
 def choose_linear(model: nn.Module) -> type[PlainLinear]:
     """This CPU's packed product if the model is large enough and the memory suffices."""
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    weights += [p for p in model.parameters() if p.ndim == 3]  # experts
     can_pack = all(w.dtype is torch.float32 and w.device.type == "cpu" for w in weights)
     needed = sum(weight.numel() * weight.element_size() for weight in weights)
     most = MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from penstock.engine.transformers.cuda.regions import KVPool
-from penstock.engine.transformers.kv_attention import AttentionCall, causal_attention
 from penstock.engine.transformers.sequences import Span
-from penstock.model.attention import can_use_flash, flash_attention
+from penstock.model.attention import AttentionCall, can_use_flash, causal_attention, flash_attention
 from penstock.model.kernels.row_tiles import Tiles
 from penstock.model.transfer import to_device
 

@@ -1,0 +1,114 @@
+"""The check of a family at a start: the decoder's log-probs must be those of the unchanged, eager model.
+
+A short sequence runs through the whole model; if the run's sequences can be longer than a window, or than
+the length at which the rotation changes, one that is longer runs through the first layers, as many as hold
+every kind of layer. A difference beyond rounding refuses the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import UserError
+from penstock.model.attention import OneSequence
+from penstock.model.decoder import Weights, hidden_states, logits
+from penstock.model.families import Family
+
+SHORT = 11  # tokens
+TOLERANCE = 1e-3  # largest difference of a log-prob in float32
+HALF_TOLERANCE = 0.2  # mean difference in half precision, where rounding alone gives up to 0.1
+
+
+def check_decoder(model: Any, family: Family, weights: Weights, longest: int) -> None:
+    """Refuse a model whose log-probs the decoder does not give; `longest` is the run's longest sequence."""
+    for length, layers in check_lengths(family, longest):
+        ids_T = check_ids(len(weights.embedding), length).to(weights.embedding.device)
+        cut = Weights(
+            embedding=weights.embedding,
+            padding_id=weights.padding_id,
+            layers=weights.layers[:layers],
+            norm=weights.norm,
+            head=weights.head,
+        )
+        with torch.no_grad():
+            with eager_attention(model), first_layers(model, layers):
+                plain_T = token_logprobs(
+                    model(input_ids=ids_T[None], use_cache=False).logits[0], ids_T
+                )
+            positions_T = torch.arange(length, device=ids_T.device)
+            hidden_TD = hidden_states(family, cut, OneSequence(), ids_T, positions_T)
+            gap, exact = difference(
+                token_logprobs(logits(family, cut, hidden_TD), ids_T), plain_T, hidden_TD.dtype
+            )
+        if not exact:
+            raise UserError(
+                f"model.path: got {type(model).__name__}, whose log-probs differ by {gap:.2g} from those of "
+                f"the decoder for {model.config.get_text_config().model_type} in a sequence of {length} tokens, "
+                "allowed: a model of this type with unchanged layers, or engine vllm"
+            )
+
+
+def check_lengths(family: Family, longest: int) -> list[tuple[int, int]]:
+    """(tokens, layers) of the sequences to check."""
+    windows = [layer.window for layer in family.layers if layer.window is not None]
+    changes = [rope.changes_at for rope in family.ropes.values() if rope.changes_at is not None]
+    reached = [length for length in (*windows, *changes) if length < longest]
+    lengths = []
+    # eager models turn a short sequence otherwise than the run does, if the run's are longer
+    if not any(length < longest for length in changes):
+        lengths.append((min(SHORT, longest), len(family.layers)))
+    if reached and max(reached) >= SHORT:
+        kinds = {layer: -index for index, layer in reversed(list(enumerate(family.layers)))}
+        lengths.append((min(max(reached) + SHORT, longest), 1 - min(kinds.values())))
+    return lengths
+
+
+def check_ids(vocabulary: int, length: int) -> Tensor:
+    """Token ids from the middle of the vocabulary, away from special tokens."""
+    first, last = vocabulary // 4, max(3 * vocabulary // 4, vocabulary // 4 + 1)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(first, last, (length,), generator=generator)
+
+
+def token_logprobs(logits_TV: Tensor, ids_T: Tensor) -> Tensor:
+    """The log-probs of all tokens but the first."""
+    scores_TV = logits_TV[:-1].to(torch.float64).log_softmax(-1)
+    return scores_TV.gather(1, ids_T[1:, None])[:, 0].cpu()
+
+
+def difference(actual_N: Tensor, plain_N: Tensor, dtype: torch.dtype) -> tuple[float, bool]:
+    """(difference of the log-probs, whether it is within the rounding of the format)."""
+    difference_N = (actual_N - plain_N).abs()
+    if dtype in (torch.bfloat16, torch.float16):
+        gap = float(difference_N.mean())
+        return gap, gap <= HALF_TOLERANCE
+    gap = float(difference_N.max())
+    return gap, gap <= TOLERANCE
+
+
+@contextmanager
+def eager_attention(model: Any) -> Iterator[None]:
+    """Let a model attend as it is written, with the soft caps and sinks that fused attention drops."""
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(implementation)
+
+
+@contextmanager
+def first_layers(model: Any, count: int) -> Iterator[None]:
+    """Cut a model to its first layers."""
+    body = model.get_decoder()
+    layers = body.layers
+    body.layers = layers[:count]
+    try:
+        yield
+    finally:
+        body.layers = layers
