@@ -187,7 +187,7 @@ class GroupRunner:
         self.dropped: Counter[str] = Counter()  # groups that ended untrained, by reason
         self.counters: Counter[str] = Counter()  # events that lost no group: retries, aborts, ...
         self.account = TaskAccount()
-        self.fault: BaseException | None = None
+        self.fault: BaseException | None = None  # ends the run: a landing group met it
         self.in_flight: dict[str, _InFlight] = {}  # by group id
         self._refused_in_a_row = 0
         self._is_closed = False  # a pause is under way: draw nothing
@@ -199,11 +199,6 @@ class GroupRunner:
         entries = self.in_flight.values()
         versions = (entry.oldest_version for entry in entries if entry.is_tail or not tail_only)
         return min(versions, default=None)
-
-    def raise_fault(self) -> None:
-        """Raise the error that ends the run, if a landing group met one."""
-        if self.fault is not None:
-            raise self.fault
 
     # -- drawing ------------------------------------------------------------------------------
 

@@ -404,10 +404,9 @@ class Producer:
                 raise RunError(line + "should_continue_fn stopped before the batch was full")
 
     def _raise_fault(self) -> None:
-        for task in self._tasks:
-            task.runner.raise_fault()
-        if self._fault is not None:
-            raise self._fault
+        for fault in (*(task.runner.fault for task in self._tasks), self._fault):
+            if fault is not None:
+                raise fault
 
     # -- display ------------------------------------------------------------------------------
 

@@ -109,6 +109,8 @@ class ProduceStrategy:
     the end of a back-off. Woken by: `changed`.
     """
 
+    runs_ahead = True  # False: one step at a time; groups of the weights in force never expire
+
     def __init__(self, config: ProduceStrategyConfig, *, sync_weights_interval: int = 1) -> None:
         self.config = config
         self.sync_weights_interval = sync_weights_interval
@@ -122,11 +124,12 @@ class ProduceStrategy:
 
     def is_model_expired(self, train_step: int, model_step: int) -> bool:
         """Whether groups generated now would be too old for `train_step`."""
-        return staleness(train_step, model_step) >= self.stale_threshold
+        return self.runs_ahead and staleness(train_step, model_step) >= self.stale_threshold
 
     def furthest_step(self, model_step: int, next_consumer_step: int) -> int:
         """The last step to produce for with these weights."""
-        return max(model_step + self.stale_threshold, next_consumer_step)
+        furthest = model_step + self.stale_threshold
+        return max(furthest, next_consumer_step) if self.runs_ahead else next_consumer_step
 
     def pending_task_count(self) -> int:
         """The number of groups in flight."""
@@ -155,16 +158,12 @@ class ProduceStrategy:
         started = loop.time()
         # done: the event was set, even if it was cleared since
         update = asyncio.ensure_future(ctx.update_event.wait())
-        update.add_done_callback(self._wake_on_update)
+        update.add_done_callback(lambda _: None if update.cancelled() else self.changed.notify())
         try:
             return await self._produce(ctx, update)
         finally:
             update.cancel()
             self.runner.account.produce_s += loop.time() - started
-
-    def _wake_on_update(self, update: asyncio.Future[Any]) -> None:
-        if not update.cancelled():
-            self.changed.notify()
 
     async def _produce(
         self, ctx: ProduceContext, update: asyncio.Future[Any]
@@ -173,7 +172,8 @@ class ProduceStrategy:
         statuses, extra = self.plan(ctx)
         while True:
             seen = self.changed.count
-            self.runner.raise_fault()
+            if self.runner.fault is not None:
+                raise self.runner.fault
             if ctx.should_abort() or update.done():
                 return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
             self.expire(ctx)
@@ -194,9 +194,12 @@ class ProduceStrategy:
         statuses = [Status.COMPLETED]
         if self.config.enable_partial_rollout:
             statuses.append(Status.ABORTED)
+        step = ctx.consumer_step if train_step is None else train_step
+        if not self.runs_ahead:  # older weights: of an async run that is resumed as sync
+            step = min(step, ctx.model_step + 1)
         expired = ctx.replay_buffer.expire(
             ctx.task_name,
-            train_step=ctx.consumer_step if train_step is None else train_step,
+            train_step=step,
             stale_threshold=self.stale_threshold,
             tail_tries=self.config.max_tries,
             statuses=statuses,
@@ -256,13 +259,4 @@ class SyncProduceStrategy(AsyncProduceStrategy):
     that are new enough.
     """
 
-    def is_model_expired(self, train_step: int, model_step: int) -> bool:
-        return False
-
-    def furthest_step(self, model_step: int, next_consumer_step: int) -> int:
-        return next_consumer_step
-
-    def expire(self, ctx: ProduceContext, train_step: int | None = None) -> None:
-        """Expire only groups of older weights, such as those of an async run that is resumed as sync."""
-        step = ctx.consumer_step if train_step is None else train_step
-        super().expire(ctx, min(step, ctx.model_step + 1))
+    runs_ahead = False

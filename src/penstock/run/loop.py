@@ -135,7 +135,7 @@ class Loop:
         """Wait until weights may be replaced: the last are loaded (`workers/pool/weights.py`), no evaluation needs them."""
         if self._updating is not None:
             await self._updating
-        await self._job.evaluations.pinned()
+        await self._job.evaluations.pinned.wait()
 
     def _with_times(
         self, report: StepReport, tokens: int, started: float, waited: float
@@ -145,7 +145,9 @@ class Loop:
             "tokens/generated": float(max(0, tokens - self._tokens_before)),  # 0: engine restarted
             "time/step_s": loop_time() - started,
             "time/consumer_wait_s": waited,
-            "workers/restarts": float(self._job.workers.restarts),
+            "workers/restarts": float(
+                sum(w.restarts for w in self._job.workers.supervised.values())
+            ),
             **self._job.source.read_metrics(),
         }
         self._tokens_before = tokens

@@ -47,11 +47,6 @@ class Workers:
     start_agent: StartAgent | None = None
     set_aside: SetAside | None = None  # lends out an engine, which keeps its weights meanwhile
 
-    @property
-    def restarts(self) -> int:
-        """How often workers were restarted in this run."""
-        return sum(worker.restarts for worker in self.supervised.values())
-
     async def stack_of(self, name: str) -> str:
         """What a worker is doing; empty if `name` is no worker."""
         return await self.supervised[name].stack() if name in self.supervised else ""

@@ -132,7 +132,7 @@ def test_an_evaluation_whose_engine_dies_begins_again_and_is_of_one_version(
         async with asyncio.TaskGroup() as group:
             evaluations.begin(group, 0, after=None, beside=True)
             await reward.asked.wait()
-            pinned = group.create_task(evaluations.pinned())
+            pinned = group.create_task(evaluations.pinned.wait())
             if count == 2:
                 await pinned
                 await engines.update_weights(1, HANDLE)

@@ -494,7 +494,7 @@ def test_a_prompt_that_is_drawn_again_is_not_encoded_again(
     assert len(encoded) == len(set(encoded)) == 5
 
 
-async def test_after_a_failed_sync_nothing_more_is_promised(
+def test_after_a_failed_sync_nothing_more_is_promised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel may have dropped what it could not write, and a second sync would not say so."""

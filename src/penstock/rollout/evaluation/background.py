@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,12 @@ class Evaluations:
     log: Callable[[int, dict[str, float]], None]
     note: Callable[[str], None]
     set_aside: SetAside | None = None  # reserves an engine that keeps its weights
+    # cleared until the newest evaluation has its own engine, or is done; then weights may be replaced
+    pinned: asyncio.Event = field(default_factory=asyncio.Event)
     _running: asyncio.Task[None] | None = None
-    # set when newer weights cannot disturb the newest evaluation
-    _pinned: asyncio.Event | None = None
+
+    def __post_init__(self) -> None:
+        self.pinned.set()
 
     def begin(
         self,
@@ -54,15 +57,10 @@ class Evaluations:
     ) -> asyncio.Task[None]:
         """Evaluate the weights of `step` once `after` has loaded them. `beside`: training continues."""
         waits_for = [task for task in (self._running, after) if task is not None]
-        self._pinned = asyncio.Event()
-        work = self._evaluate(step, waits_for, self.set_aside if beside else None, self._pinned)
+        self.pinned = asyncio.Event()
+        work = self._evaluate(step, waits_for, self.set_aside if beside else None, self.pinned)
         self._running = group.create_task(work, name="evaluate")
         return self._running
-
-    async def pinned(self) -> None:
-        """Wait until the newest evaluation has its own engine, or is done."""
-        if self._pinned is not None:
-            await self._pinned.wait()
 
     async def finished(self) -> None:
         """Wait until no evaluation is under way."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from penstock.errors import JournalDamaged, RunError
 from penstock.files import free_name
@@ -87,8 +88,10 @@ class Journal:
         self._waits = waits or Waits()  # where waits for the disk are opened
         self._landings = WaitInOrder(self._waits, "journal", WaitKind.SEND, responder="journal")
         self._writer: Writer | None = None
+        self._submit: Callable[[records.Record], None] = self._refuse
         if not readonly:
             self._writer = Writer(open_database(path), path, threaded=threaded)
+            self._submit = self._writer.submit
         self._reader = open_database(path, readonly=True, brief=brief)
         self._files = None if readonly else OpenFiles(path)
         self._taken_away: RunError | None = None  # once the files are not where they were
@@ -116,16 +119,20 @@ class Journal:
     # -- the life of a group ---------------------------------------------------------------------
 
     def drawn(self, group: Group) -> None:
-        self._writing().submit(
+        self._submit(
             records.Drawn(time.time(), group.group_id, group.task, group.cursor, group.prompt)
         )
 
-    def landed(self, group: Group) -> asyncio.Future[None]:
+    def landed(
+        self, group: Group, place: str = "buffered", drop_reason: str | None = None
+    ) -> asyncio.Future[None]:
         """Record that the group came back and goes to the buffer; durable when the future is done.
 
         A future, not a coroutine: many groups can land without an asyncio task for each.
         """
-        return self._write_group(group, "buffered")
+        self._submit(records.Landed(time.time(), group, place, drop_reason))
+        self._landings.asked(group.group_id, self.flush)
+        return self.flush()
 
     def retried(self, group: Group, reason: str) -> None:
         """Record that the group is issued again, with its present `tries` and partial responses."""
@@ -137,18 +144,11 @@ class Journal:
 
     def filtered(self, group: Group) -> asyncio.Future[None]:
         """Record that a filter refused a finished group; its payload is kept for inspection."""
-        return self._write_group(group, "dropped", "filtered")
+        return self.landed(group, "dropped", "filtered")
 
     def failed(self, group: Group) -> asyncio.Future[None]:
         """Record a failed attempt; the group stays in flight and keeps its finished rollouts."""
-        return self._write_group(group, "in_flight")
-
-    def _write_group(
-        self, group: Group, place: str, reason: str | None = None
-    ) -> asyncio.Future[None]:
-        self._writing().submit(records.Landed(time.time(), group, place, reason))
-        self._landings.asked(group.group_id, self.flush)
-        return self.flush()
+        return self.landed(group, "in_flight")
 
     def dropped(self, group: Group, reason: str, *, detail: str = "") -> None:
         """Record that the group ends untrained. `reason` is one word to count by; `detail` explains it."""
@@ -163,7 +163,7 @@ class Journal:
         reason: str,
         drop_reason: str | None = None,
     ) -> None:
-        self._writing().submit(
+        self._submit(
             records.Moved(
                 time.time(),
                 group.group_id,
@@ -194,22 +194,20 @@ class Journal:
         await self._write_step(record, f"step {report.step}, redone")
 
     async def _write_step(self, record: records.Record, detail: str) -> None:
-        self._writing().submit(record)
+        self._submit(record)
         with self._waits.wait("loop", WaitKind.JOURNAL, detail, responder="journal"):
             await self.flush()
         self.check_place()
 
     def record_published(self, version: int, digest: str) -> None:
-        self._writing().submit(records.WeightsSeen(time.time(), "published", None, version, digest))
+        self._submit(records.WeightsSeen(time.time(), "published", None, version, digest))
 
     def record_confirmed(self, engine: str, version: int, digest: str) -> None:
-        self._writing().submit(
-            records.WeightsSeen(time.time(), "confirmed", engine, version, digest)
-        )
+        self._submit(records.WeightsSeen(time.time(), "confirmed", engine, version, digest))
 
     def record_identity(self, values: Mapping[str, str]) -> None:
         """Record facts that identify the run (data, config, code); a name's newer value replaces the old."""
-        self._writing().submit(records.Identified(dict(values)))
+        self._submit(records.Identified(dict(values)))
 
     async def record_call(self, rollout: Rollout, call: ModelCall) -> None:
         """Record a model call of an agent's rollout; durable when this returns."""
@@ -227,7 +225,7 @@ class Journal:
         await self._record_of_agent(rollout, record)
 
     async def _record_of_agent(self, rollout: Rollout, record: records.Record) -> None:
-        self._writing().submit(record)
+        self._submit(record)
         with self._waits.wait("journal", WaitKind.SEND, rollout.rollout_id, responder="journal"):
             await self.flush()
 
@@ -237,13 +235,13 @@ class Journal:
             select = "SELECT step FROM steps WHERE committed AND pruned_at IS NULL AND step <= ?"
             steps = [step for (step,) in database.execute(f"{select} ORDER BY step", (last_step,))]
         for number, step in enumerate(steps, start=1):
-            self._writing().submit(records.StepPruned(time.time(), step, keep_text))
+            self._submit(records.StepPruned(time.time(), step, keep_text))
             if number % _STEPS_PRUNED_AT_ONCE == 0 or number == len(steps):
-                self._writing().wait_durable()
+                self._wait_durable()
 
     def flush(self) -> asyncio.Future[None]:
         """A future that is done when every record submitted so far is durable."""
-        return self._writing().durable()
+        return self._refuse() if self._writer is None else self._writer.durable()
 
     def sync(self) -> None:
         """Wait until every record submitted so far would also survive the death of the machine.
@@ -297,17 +295,19 @@ class Journal:
             if self._files is not None:
                 self._files.close()
 
-    def _writing(self) -> Writer:
-        if self._writer is None:
-            raise RunError(f"journal {self.path}: it was opened read-only")
-        return self._writer
+    def _refuse(self, record: records.Record | None = None) -> NoReturn:
+        raise RunError(f"journal {self.path}: it was opened read-only")
+
+    def _wait_durable(self) -> None:
+        """Wait until every record submitted so far is committed; a read-only journal has none."""
+        if self._writer is not None:
+            self._writer.wait_durable()
 
     # -- queries ---------------------------------------------------------------------------------
 
     def query(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple]:
         """The rows of a SELECT over the public views."""
-        if self._writer is not None:
-            self._writer.wait_durable()
+        self._wait_durable()
         return self._select(sql, parameters)
 
     def _select(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple]:
@@ -321,8 +321,7 @@ class Journal:
     @contextmanager
     def snapshot(self) -> Iterator[None]:
         """Let all queries inside see the same moment of a live run."""
-        if self._writer is not None:
-            self._writer.wait_durable()
+        self._wait_durable()
         self._select("BEGIN")
         try:
             self._select("SELECT 1 FROM sqlite_master LIMIT 1")  # the first read fixes the moment
@@ -332,8 +331,7 @@ class Journal:
 
     def damaged(self) -> list[str]:
         """The names of rows and payloads that are not what was written; reads all of them."""
-        if self._writer is not None:
-            self._writer.wait_durable()
+        self._wait_durable()
         try:
             payloads = (*damaged_payloads(self._reader), *damaged_calls(self._reader))
             rows = (damaged_rows(self._reader, table) for table in CHECKED)

@@ -540,7 +540,9 @@ class EnginePool:
             is_together = self._update == "together"
             rounds = [engines] if is_together else [[engine] for engine in engines]
             may_leave = self._may_leave and is_together and self._may_be_late(handle)
-            load, tell = partial(self._load_into, handle), partial(self._tell_loaded, handle)
+            load = partial(self._load_into, handle)
+            tells = is_together or self._weights.is_ahead
+            tell = partial(self._tell_first_loaded, handle.version) if tells else None
             digests = [
                 await self._loads.together(some, load, tell, may_leave=may_leave) for some in rounds
             ]
@@ -552,10 +554,6 @@ class EnginePool:
         digests = await self._answer_of(lambda e: self._weights.load(e, handle, call), engine)
         self._note_version(engine)
         return digests
-
-    def _tell_loaded(self, handle: WeightHandle, digest: str) -> None:
-        if self._update == "together" or self._weights.is_ahead:
-            self._tell_first_loaded(handle.version, digest)
 
     def _may_be_late(self, handle: WeightHandle) -> bool:
         """Whether a late reader costs no GPU memory: one more copy of the weights is kept for it."""

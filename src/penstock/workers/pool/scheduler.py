@@ -145,8 +145,14 @@ class Scheduler:
         engine.requests -= work.size
         engine.tokens -= work.tokens
         self.running -= work.size
-        if lengths and now > work.since:
-            self._measure(engine, work, max(now - work.since, _LEAST_S), lengths)
+        if not lengths or now <= work.since:
+            return
+        seconds, longest = max(now - work.since, _LEAST_S), max(1, *lengths)
+        speed = work.ahead / seconds
+        engine.speed, self._speed = _average(engine.speed, speed), _average(self._speed, speed)
+        engine.pace = _average(engine.pace, longest / seconds)
+        engine.answers += 1
+        self._fill = _average(self._fill, sum(lengths) / (len(lengths) * longest))
 
     def _bind(self, work: Work, index: int, now: float) -> None:
         engine = self.engines[index]
@@ -210,16 +216,6 @@ class Scheduler:
         if len(self.engines) - self._num_retired == 1:
             return math.inf
         return _AHEAD / max(_LEAST_FILL, self._fill or _UNKNOWN_FILL)
-
-    def _measure(
-        self, engine: EngineLoad, work: Work, seconds: float, lengths: Sequence[int]
-    ) -> None:
-        longest = max(1, *lengths)
-        speed = work.ahead / seconds
-        engine.speed, self._speed = _average(engine.speed, speed), _average(self._speed, speed)
-        engine.pace = _average(engine.pace, longest / seconds)
-        engine.answers += 1
-        self._fill = _average(self._fill, sum(lengths) / (len(lengths) * longest))
 
 
 def _average(before: float, newest: float) -> float:

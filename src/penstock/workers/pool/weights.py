@@ -156,13 +156,13 @@ class Loads:
         self,
         engines: list[Engine],
         load: Callable[[Engine], Coroutine[Any, Any, Digests]],
-        tell: Callable[[str], None],
+        tell: Callable[[str], None] | None,
         *,
         may_leave: bool,
     ) -> Digests:
         """Load into all engines that are not late; raise the first error after all have answered.
 
-        tell: called with a digest when all have loaded, or when the first has waited long enough.
+        tell: if given, called with a digest when all have loaded, or when the first has waited long enough.
         may_leave: whether an engine may be late.
         """
         began = loop_time()
@@ -178,7 +178,8 @@ class Loads:
         try:
             waiting = await self._in_time(set(tasks), began)
             if (first := next(filter(_succeeded, tasks), None)) is not None:
-                tell(first.result()[0])
+                if tell is not None:
+                    tell(first.result()[0])
                 for task in waiting if may_leave else ():
                     self._leave(tasks.pop(task), task)
             answers = await asyncio.gather(*tasks, return_exceptions=True)
