@@ -179,7 +179,7 @@ def test_trl() -> None:
     assert config.train.groups_per_step == 4  # 2 processes x 2 x 2 responses / 2
     assert config.sampling.num_generations == 2
     assert (config.algorithm.kl_beta, config.algorithm.aggregation) == (0.04, "sequence")
-    assert config.algorithm.normalize == "batch"
+    assert config.algorithm.normalize == "batch_rewards"
     assert config.train.betas == (0.9, 0.999)  # TRL's default is written down
     assert config.produce.max_staleness == 0
     assert "lr = 1e-05  # learning_rate\n" in text

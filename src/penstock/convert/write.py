@@ -131,18 +131,7 @@ def _trl(conversion: Conversion) -> None:
         max(1, samples // generations),
         f"{samples} responses of all processes / {generations}",
     )
-    loss = conversion.take("loss_type")
-    names = {"grpo": "sequence", "dapo": "token", "bnpo": "token"}
-    if loss in names:
-        conversion.put("algorithm.aggregation", names[loss], f"loss_type = {loss}")
-    elif loss in ("dr_grpo", "cispo"):
-        conversion.put("algorithm.name", loss, f"loss_type = {loss}")
-    if conversion.take("importance_sampling_level") == "sequence":
-        conversion.put("algorithm.name", "gspo", "importance_sampling_level = sequence")
-    scale = conversion.take("scale_rewards")
-    if scale is not None:
-        kinds = {True: "group", "group": "group", "batch": "batch", False: "none", "none": "none"}
-        conversion.put("algorithm.normalize", kinds.get(scale, "group"), f"scale_rewards = {scale}")
+    _trl_loss(conversion)
     first, second = conversion.take("adam_beta1"), conversion.take("adam_beta2")
     if first is not None or second is not None:
         conversion.put("train.betas", [first or 0.9, second or 0.999])
@@ -153,6 +142,59 @@ def _trl(conversion: Conversion) -> None:
         )
     _weigh(conversion, conversion.take("reward_weights"))
     _warm_up(conversion, conversion.take("warmup_ratio"))
+
+
+_TRL_AGGREGATIONS = {
+    "grpo": "sequence",
+    "bnpo": "token",
+    "dapo": "token",
+    "dr_grpo": "constant",
+    "cispo": "token",
+}
+_TRL_SCALES = {True: "group", "group": "group", "batch": "batch_rewards", False: "none"}
+
+
+def _trl_loss(conversion: Conversion) -> None:
+    """Translate TRL's loss, which is not an algorithm: advantages and bounds are chosen beside it."""
+    loss = str(conversion.take("loss_type", "dapo"))
+    level = conversion.take("importance_sampling_level", "token")
+    if loss not in _TRL_AGGREGATIONS:
+        allowed = ", ".join(_TRL_AGGREGATIONS)
+        conversion.left.append(f"loss_type = {loss}: none of {allowed}, so dapo is written")
+        loss = "dapo"
+    said = f"loss_type = {loss}" if "loss_type" in conversion.words else "TRL's default loss, dapo"
+    conversion.put("algorithm.aggregation", _TRL_AGGREGATIONS[loss], said)
+    if loss == "cispo":
+        conversion.put("algorithm.name", "cispo", said)
+        if level == "sequence":
+            conversion.left.append("importance_sampling_level = sequence: cispo weighs tokens here")
+    elif level == "sequence":
+        conversion.put("algorithm.name", "gspo", "importance_sampling_level = sequence")
+    _trl_bounds(conversion, conversion.value("algorithm.name", "grpo"))
+    if "algorithm.name" in conversion.settings and conversion.value("algorithm.kl_beta", 0):
+        conversion.put("algorithm.kl_in", "loss", "beta")
+    scale = conversion.take("scale_rewards", "group")
+    scale = False if scale is None else scale  # the word "none"
+    if scale in _TRL_SCALES:
+        conversion.put("algorithm.normalize", _TRL_SCALES[scale], f"scale_rewards = {scale}")
+    else:
+        conversion.left.append(f"scale_rewards = {scale}: group, batch or none in TRL")
+
+
+def _trl_bounds(conversion: Conversion, name: str) -> None:
+    """Translate epsilon and epsilon_high, which are the bounds of a difference, or CISPO's bound itself."""
+    low = float(conversion.take("epsilon", 0.2))
+    high = conversion.take("epsilon_high")
+    high = low if high is None else float(high)
+    if name != "cispo":
+        conversion.put("algorithm.clip_low", low, "epsilon")
+        conversion.put("algorithm.clip_high", high, "epsilon_high, or epsilon")
+    elif high >= 1:
+        conversion.put(
+            "algorithm.clip_high", round(high - 1, 9), f"the ratio is at most epsilon_high = {high}"
+        )
+    else:
+        conversion.left.append(f"epsilon_high = {high} with cispo: the ratio's bound is at least 1 here")
 
 
 def _verl(conversion: Conversion) -> None:
