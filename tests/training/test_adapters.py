@@ -1,6 +1,7 @@
 """Low-rank adapters: trained and published weights are one model, whatever layers have adapters."""
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from penstock.errors import UserError
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.objective import TokenInputs
 from penstock.training.snapshot import take_snapshot, write_adapters
+from stages.command_runs import train
+from stages.tiny_architectures import make
 from stages.training_data import batches, from_disk, random_batch, tiny_model
 
 
@@ -37,6 +40,33 @@ def own_and_published_logprobs(consumer):
             scores = plain.eval()(torch.from_numpy(ids)[None].long()).logits[0].log_softmax(-1)
             rows.append(scores[predictors, ids[predictors + 1]].numpy())
     return own, np.concatenate(rows)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "adapted", "without"),
+    [
+        ("deepseek_v3", {"kv_b_proj", "gate_proj", "down_proj"}, "mlp.experts.gate_up_proj"),
+        ("glm4_moe", {"q_proj", "up_proj"}, "mlp.experts.gate_up_proj"),
+        pytest.param(
+            "qwen3_moe", {"q_proj"}, "mlp.experts.gate_up_proj", marks=pytest.mark.slow
+        ),
+        pytest.param("mixtral", {"o_proj"}, "mlp.experts.gate_up_proj", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {"v_proj"}, "mlp.experts.gate_up_proj", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_train_without_adapters_and_the_run_says_so(
+    tmp_path, model_type, adapted, without
+) -> None:
+    """Dense and shared layers beside experts have adapters; what is trained is what is published."""
+    make(model_type).save_pretrained(tmp_path / "policy")
+    consumer = from_disk(tmp_path / "policy", model={"lora": {"rank": 2}})
+    for batch in batches(2):
+        consumer.train(batch)
+    own, published = own_and_published_logprobs(consumer)
+    assert np.abs(own - published).max() < 1e-4
+    layers, _, rest = consumer.adapters.partition("; without: ")
+    assert adapted <= set(re.split(r"[ ,]+", layers))
+    assert without in rest
 
 
 @pytest.mark.parametrize(
@@ -117,3 +147,9 @@ def changed(policy, trained):
 
     before = transformers.AutoModelForCausalLM.from_pretrained(policy).state_dict()
     return [(trained[name], weight) for name, weight in before.items()]
+
+
+def test_a_run_says_which_layers_have_adapters(tmp_path) -> None:
+    run = train(tmp_path, "adapters", "train.steps=1", "model.lora.rank=2")
+    assert run.code == 0, run.told
+    assert run.told.count("adapters: on down_proj, gate_proj, k_proj") == 1

@@ -77,7 +77,7 @@ class LoraConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapters' input."""
     target_modules: list[str] = []
-    """Linear layers that get adapters, by the last parts of their names; empty: all of them but the head."""
+    """Linear layers that get adapters, by the last parts of their names; empty: all but the head and stacked experts."""
 
 
 class ModelConfig(Section):

@@ -145,6 +145,8 @@ async def open_job(
         doubts = data.chat.end_tokens.difference(
             data.chat.tokenizer
         )  # told when the tracker is there
+        if config.model.lora.rank:
+            doubts.append(await workers.trainer.adapters())
         asking = (*config.tasks.values(), *config.eval.tasks.values())
         endpoint = await serve_agents(asking, closing)
         parts = _TaskParts(

@@ -129,6 +129,7 @@ class Consumer:
         self._joins_rows = joins_tokens(self.algorithm)
         self.reference = None if reference is None else Policy(reference)
         self.policy = Policy(model)
+        self.adapters = self.policy.describe_adapters() if config.model.lora.rank else ""
         for policy, path in self._policies():
             check_loaded(policy, path, stored if policy is self.policy else None, self.ranks)
         self.engine_dtype = compute_dtype(config.model, self.policy.device)

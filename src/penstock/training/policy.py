@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -372,6 +373,30 @@ class Policy(nn.Module):
             if hasattr(module, "lora_A") and hasattr(module, "base_layer")
         }
 
+    def describe_adapters(self) -> str:
+        """One line: which layers have adapters, what share of the weights they hold, and the rest."""
+        sizes = {
+            name: parameter.numel()
+            for name, parameter in self.model.named_parameters()
+            if ".lora_" not in name
+        }
+        adapted = self.adapted_layers()
+        shares: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+        for name, size in sizes.items():
+            parts = name.removesuffix(".weight").removesuffix(".base_layer").split(".")
+            layer = ".".join(part for part in parts[-3:] if not part.isdigit())
+            shares[name in adapted][parts[-1] if name in adapted else layer] += size
+        total = sum(sizes.values())
+        rest = ", ".join(
+            f"{layer} {size / total:.0%}"
+            for layer, size in shares[False].most_common(3)
+            if size / total >= 0.005
+        )
+        return (
+            f"adapters: on {', '.join(sorted(shares[True]))} of {len(adapted)} layers, which hold "
+            f"{shares[True].total() / total:.0%} of the weights; without: {rest or 'nothing large'}"
+        )
+
     def merge_base(
         self, base: Tensor, name: str, dtype: torch.dtype, place: Place = WHOLE
     ) -> Tensor:
@@ -484,13 +509,17 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
             "allowed: 0, or pip install 'penstock[lora]'"
         ) from error
 
+    # peft knows some mixtures of experts by their config and would put what is meant for dense and shared
+    # layers on the experts' stacked parameters, which are not published; inside a plain module it does not.
+    plain = nn.ModuleDict({"policy": model})
+    names = _adapted_names(model, config.target_modules)
     settings: Any = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # a float scales as well
         lora_dropout=config.dropout,
-        target_modules=_adapted_names(model, config.target_modules),
+        target_modules=[f"policy.{name}" for name in names],
     )
-    peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
+    peft.inject_adapter_in_model(settings, plain, adapter_name=ADAPTER)
     _draw_in_float32(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)

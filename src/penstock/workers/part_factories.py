@@ -118,6 +118,9 @@ class TrainerService:
     def is_exact(self) -> bool:
         return not self._consumer.arithmetic.doubt
 
+    def adapters(self) -> str:
+        return self._consumer.adapters
+
     def request_stop(self) -> None:
         self._consumer.request_stop()
 

@@ -180,6 +180,10 @@ class TrainerClient:
         """Whether the same step repeated here gives the same bits."""
         return bool(await self._call("is_exact"))
 
+    async def adapters(self) -> str:
+        """Which layers have adapters, in one line; empty if all weights are trained."""
+        return str(await self._call("adapters"))
+
     async def request_stop(self) -> None:
         """Make a running `train` give up before it changes the weights."""
         await self._call("request_stop")
