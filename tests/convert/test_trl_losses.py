@@ -12,8 +12,8 @@ import torch
 from penstock.config import Config
 from penstock.config.source import load_config
 from penstock.convert.write import convert
-from penstock.training.flat_batch import FlatBatch
 from penstock.training.algo.method import resolve_settings
+from penstock.training.flat_batch import FlatBatch
 from penstock.training.objective import TokenInputs
 from penstock.types import Batch
 from stages.training_data import (

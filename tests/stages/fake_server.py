@@ -218,7 +218,10 @@ class FakeServer:
             }
             for row in rows
         ]
-        logprobs = {"top_logprobs": [None, *tops] if body.get("echo") else tops}
+        logprobs = {
+            "tokens": list(map(str, body["prompt"])),
+            "top_logprobs": [None, *tops] if body.get("echo") else tops,
+        }
         return _send(writer, 200, {"choices": [{"logprobs": logprobs}]})
 
     def _choice(self, made: Generation) -> dict[str, Any]:

@@ -47,9 +47,7 @@ def own_and_published_logprobs(consumer):
     [
         ("deepseek_v3", {"kv_b_proj", "gate_proj", "down_proj"}, "mlp.experts.gate_up_proj"),
         ("glm4_moe", {"q_proj", "up_proj"}, "mlp.experts.gate_up_proj"),
-        pytest.param(
-            "qwen3_moe", {"q_proj"}, "mlp.experts.gate_up_proj", marks=pytest.mark.slow
-        ),
+        pytest.param("qwen3_moe", {"q_proj"}, "mlp.experts.gate_up_proj", marks=pytest.mark.slow),
         pytest.param("mixtral", {"o_proj"}, "mlp.experts.gate_up_proj", marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"v_proj"}, "mlp.experts.gate_up_proj", marks=pytest.mark.slow),
     ],
@@ -65,7 +63,7 @@ def test_experts_train_without_adapters_and_the_run_says_so(
     own, published = own_and_published_logprobs(consumer)
     assert np.abs(own - published).max() < 1e-4
     layers, _, rest = consumer.adapters.partition("; without: ")
-    assert adapted <= set(re.split(r"[ ,]+", layers))
+    assert adapted <= set(re.split(r"[ ,()]+", layers))
     assert without in rest
 
 
@@ -142,6 +140,17 @@ def test_adapters_of_a_checkpoint_load_with_peft(tmp_path) -> None:
     )
 
 
+def test_adapters_that_peft_would_load_onto_experts_are_not_written(tmp_path) -> None:
+    make("glm4_moe").save_pretrained(tmp_path / "policy")
+    consumer = from_disk(tmp_path / "policy", model={"lora": {"rank": 2}})
+    take_snapshot(consumer, tmp_path / "checkpoint")()
+    with pytest.raises(
+        UserError, match="got adapters on down_proj, gate_proj, up_proj, which peft"
+    ):
+        write_adapters(tmp_path / "checkpoint", consumer.config.model, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
 def changed(policy, trained):
     import transformers
 
@@ -152,4 +161,4 @@ def changed(policy, trained):
 def test_a_run_says_which_layers_have_adapters(tmp_path) -> None:
     run = train(tmp_path, "adapters", "train.steps=1", "model.lora.rank=2")
     assert run.code == 0, run.told
-    assert run.told.count("adapters: on down_proj, gate_proj, k_proj") == 1
+    assert run.told.count("adapters: on 14 linear layers (down_proj, gate_proj, k_proj,") == 1

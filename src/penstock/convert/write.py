@@ -194,7 +194,9 @@ def _trl_bounds(conversion: Conversion, name: str) -> None:
             "algorithm.clip_high", round(high - 1, 9), f"the ratio is at most epsilon_high = {high}"
         )
     else:
-        conversion.left.append(f"epsilon_high = {high} with cispo: the ratio's bound is at least 1 here")
+        conversion.left.append(
+            f"epsilon_high = {high} with cispo: the ratio's bound is at least 1 here"
+        )
 
 
 def _verl(conversion: Conversion) -> None:

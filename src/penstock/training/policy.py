@@ -393,7 +393,7 @@ class Policy(nn.Module):
             if size / total >= 0.005
         )
         return (
-            f"adapters: on {', '.join(sorted(shares[True]))} of {len(adapted)} layers, which hold "
+            f"adapters: on {len(adapted)} linear layers ({', '.join(sorted(shares[True]))}) with "
             f"{shares[True].total() / total:.0%} of the weights; without: {rest or 'nothing large'}"
         )
 

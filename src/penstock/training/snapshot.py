@@ -12,6 +12,7 @@ atomic and writes its manifest.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -288,9 +289,32 @@ def write_adapters(checkpoint: Path, config: ModelConfig, folder: Path) -> None:
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
+    _check_peft(settings, config)
     settings.inference_mode = True
     settings.save_pretrained(str(folder))
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _check_peft(settings: Any, config: ModelConfig) -> None:
+    """Refuse adapters that peft would load onto other layers, as it does for some mixtures of experts."""
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_config = AutoConfig.from_pretrained(
+        resolve_model_path(config.path), trust_remote_code=config.trust_remote_code
+    )
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(
+            model_config, trust_remote_code=config.trust_remote_code
+        )
+        peft.inject_adapter_in_model(copy.deepcopy(settings), model)
+    adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    if missing := set(settings.target_modules) - adapted:
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in missing}))
+        raise UserError(
+            f"adapter: got adapters on {names}, which peft would load onto the experts of "
+            f"{type(model).__name__}, allowed: the whole model, in which they are merged"
+        )
 
 
 def read_adapters(checkpoint: Path) -> dict[str, Tensor]:

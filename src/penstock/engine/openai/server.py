@@ -14,6 +14,7 @@ import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -235,10 +236,12 @@ async def penalty_of(server: Server, model: str, neutral: dict[str, float]) -> f
         )
         sampled = await server.post(COMPLETIONS, {**body, "prompt": prompt})
         before, after = _top_logprobs(scored, len(prompt)), _top_logprobs(sampled, 0)
-    except (HttpError, WrongAnswer):  # it does not score prompts
+        repeated = scored["choices"][0]["logprobs"]["tokens"][len(prompt)]
+    except (HttpError, WrongAnswer, LookupError):  # it does not score prompts
         return 0.0
-    moves = [after[token] - before[token] for token in before.keys() & after.keys()]
-    return max(moves) - min(moves) if moves else 0.0
+    moves = {token: after[token] - before[token] for token in before.keys() & after.keys()}
+    own = moves.pop(repeated, None)
+    return abs(own - median(moves.values())) if own is not None and moves else 0.0
 
 
 def _top_logprobs(answer: Any, place: int) -> dict[str, float]:

@@ -76,7 +76,9 @@ CALLS = {  # the kind of wait that a method of a worker opens; any other is a sh
     **dict.fromkeys(("abort", "pause", "resume"), WaitKind.PAUSE),
     "sleep": WaitKind.SLEEP,
     "wake": WaitKind.WAKE,
-    **dict.fromkeys(("stats", "identity", "is_exact", "adapters", "progress", "request_stop"), WaitKind.ASK),
+    **dict.fromkeys(
+        ("stats", "identity", "is_exact", "adapters", "progress", "request_stop"), WaitKind.ASK
+    ),
 }
 
 
