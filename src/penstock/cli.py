@@ -518,7 +518,7 @@ def agent_check(arguments: Arguments = None, trust: Trust = False) -> None:
     """Play the config's agents against a made-up policy, and say what would go wrong; exit 1 if anything."""
     import asyncio
 
-    from penstock.run.job import check_agents
+    from penstock.run.check import check_agents
 
     verdicts = asyncio.run(check_agents(_trusted_config(arguments, trust=trust, with_tasks=False)))
     for task, findings in verdicts.items():

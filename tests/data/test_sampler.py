@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.data.sampler import PromptsExhausted, Sampler, rollout_seed
+from penstock.data.sampler import Sampler, rollout_seed
 from penstock.errors import UserError
 from penstock.rollout.replay_buffer import ReplayBuffer
 from penstock.types import Group, Status
@@ -111,5 +111,3 @@ def test_wrong_settings_are_refused() -> None:
         sampler(prompt_repeat_k=0)
     with pytest.raises(UserError, match="empty dataset"):
         draw(sampler(size=0), 1)
-    with pytest.raises(PromptsExhausted):
-        draw(sampler(max_prompts=3), 4)

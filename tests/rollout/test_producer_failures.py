@@ -21,7 +21,7 @@ from penstock.rollout import (
 )
 from penstock.types import Rollout
 from stages.fake_engine import FakeEngine
-from stages.producing import ProducerStage, cancel, on_virtual_time, single_turn, train_steps, turns
+from stages.producing import ProducerStage, cancel, on_virtual_time, single_turn, turns
 from stages.rewards import CountingReward
 
 
@@ -246,21 +246,6 @@ def test_filters_that_refuse_everything_end_the_run(
         running = asyncio.create_task(stage.producer.run())
         with pytest.raises(RunError, match="refused 50 groups in a row"):
             await stage.producer.take_batch(1)
-        await cancel(running)
-
-    on_virtual_time(main)
-
-
-def test_the_end_of_the_prompts_ends_the_run(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = FakeEngine()
-        stage = ProducerStage(
-            tmp_path, SyncProduceStrategyConfig(), agent_loop=single_turn(engine), max_prompts=6
-        )
-        running = asyncio.create_task(stage.producer.run())
-        await train_steps(stage, engine, 1, 1)
-        with pytest.raises(RunError, match=r"2 groups of task t are missing .* all 6 prompts"):
-            await stage.producer.take_batch(2)
         await cancel(running)
 
     on_virtual_time(main)

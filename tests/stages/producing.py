@@ -51,7 +51,6 @@ class ProducerStage:
         agent_loop: Any = None,
         prompts: int = 1000,
         k: int = 2,
-        max_prompts: int | None = None,
         is_valid: Any = None,
         last_step: int | None = None,
     ) -> None:
@@ -67,7 +66,6 @@ class ProducerStage:
             prompt_repeat_k=k,
             seed=0,
             replay_buffer=self.buffer,
-            max_prompts=max_prompts,
         )
         self.progress = ProduceProgress.build(["t"])
         self.producer = Producer(

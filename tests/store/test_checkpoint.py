@@ -64,7 +64,7 @@ def test_the_newest_is_found_and_old_ones_go(tmp_path: Path) -> None:
     assert newest is not None
     assert (newest.step, newest.digest) == (10, "digest-10")
     assert names(tmp_path) == ["step-10", "step-2"]
-    assert store.set_aside(beyond=9) == [tmp_path / "lost-step-10"]
+    assert [store.set_aside(path) for path in store.after(9)] == [tmp_path / "lost-step-10"]
     older = store.newest()
     assert older is not None
     assert older.step == 2
@@ -84,7 +84,7 @@ def test_pruning_and_sweeping_touch_only_names_that_they_give(tmp_path: Path) ->
     for step in (2, 3, 4):
         save(store, trainer, step)
     assert names(tmp_path) == sorted([*kept, "step-4"])
-    assert store.set_aside(beyond=3) == [tmp_path / "lost-step-4-2"]
+    assert [store.set_aside(path) for path in store.after(3)] == [tmp_path / "lost-step-4-2"]
     assert names(tmp_path) == sorted([*kept, "lost-step-4-2"])
 
 
@@ -123,11 +123,12 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path, damage: str, wor
         manifest.write_text("{")
     else:
         manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 3'))
-    found = store.search()
-    assert found.checkpoint is not None
-    assert found.checkpoint.step == 1
-    assert len(found.damaged) == 1
-    assert words in found.damaged[0]
+    damaged: list[str] = []
+    newest = store.newest(damaged)
+    assert newest is not None
+    assert newest.step == 1
+    assert len(damaged) == 1
+    assert words in damaged[0]
 
 
 def test_the_trainer_goes_on_while_the_disk_is_slow(tmp_path: Path) -> None:

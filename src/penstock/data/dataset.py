@@ -119,17 +119,15 @@ def load_dataset(
     chat: ChatTemplate,
     seed: int = 0,
     *,
-    needs_answer: bool | None = None,
     readers: Mapping[str, str] | None = None,
 ) -> Dataset:
     """Read, check and tokenise the data of task `name`.
 
-    `seed` generates problems unless data_options has a seed. `needs_answer=False` allows records
-    without gt_answer and test_cases; None asks the task's rewards. `readers`: see `read_examples`.
+    `seed` generates problems unless data_options has a seed. `readers`: see `read_examples`.
     """
     with _naming_key(name, task):
         records = _records(task, seed)
-        examples = list(read_examples(records, task, needs_answer=needs_answer, readers=readers))
+        examples = list(read_examples(records, task, readers=readers))
         token_ids = _tokenize(examples, chat, task)
         fits = _check_lengths(task, records, examples, token_ids)
     kept = [index for index, fit in enumerate(fits) if fit]
@@ -260,34 +258,25 @@ def gives_own_reward(task: TaskDataConfig) -> bool:
 
 
 def validate_source(
-    name: str,
-    task: TaskDataConfig,
-    *,
-    needs_answer: bool | None = None,
-    readers: Mapping[str, str] | None = None,
+    name: str, task: TaskDataConfig, *, readers: Mapping[str, str] | None = None
 ) -> None:
     """Raise a UserError for mistakes found without a tokenizer: missing file, bad line, unknown name."""
     with _naming_key(name, task):
         if task.data.startswith(reasoning_gym.PREFIX):
             reasoning_gym.validate(task.data, task.data_options)
             return
-        for _ in read_examples(_records(task), task, needs_answer=needs_answer, readers=readers):
+        for _ in read_examples(_records(task), task, readers=readers):
             pass
 
 
 def read_examples(
-    records: Records,
-    task: TaskDataConfig,
-    *,
-    needs_answer: bool | None = None,
-    readers: Mapping[str, str] | None = None,
+    records: Records, task: TaskDataConfig, *, readers: Mapping[str, str] | None = None
 ) -> Iterator[Example]:
     """Yield the checked records; at the end raise a UserError for the first mistake, counting the rest.
 
     `readers`: field -> the reward that reads it; a record without such a field is a mistake.
     """
-    if needs_answer is None:
-        needs_answer = task_needs_answer(task)
+    needs_answer = task_needs_answer(task)
     mistakes: list[tuple[int, str]] = []
     count = 0
     for line, record in records:

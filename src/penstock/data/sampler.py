@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.errors import RunError, UserError
+from penstock.errors import UserError
 from penstock.types import Group, Prompt, Rollout, Status
 
 
@@ -29,10 +29,6 @@ class GroupSource(Protocol):
     """The part of a replay buffer that a sampler uses."""
 
     def take(self, task_name: str, group_status: Status) -> Group | None: ...
-
-
-class PromptsExhausted(RunError):
-    """The task has drawn all prompts that it may draw."""
 
 
 def stable_hash(*parts: object) -> int:
@@ -63,7 +59,6 @@ class Sampler:
         prompt_repeat_k: int,
         seed: int,
         replay_buffer: GroupSource | None = None,
-        max_prompts: int | None = None,
     ) -> None:
         if prompt_repeat_k < 1:
             raise UserError(f"prompt_repeat_k: got {prompt_repeat_k}, allowed: at least 1")
@@ -73,7 +68,6 @@ class Sampler:
         self.cursor = 0  # of the next fresh prompt, counted over all epochs
         self._dataset = dataset
         self._replay_buffer = replay_buffer
-        self._max_prompts = max_prompts
         self._orders: dict[int, np.ndarray] = {}  # of the epochs around the last one that was drawn
 
     def sample(
@@ -88,10 +82,6 @@ class Sampler:
                 group = self._replay_buffer.take(task_name, status)
                 if group is not None:
                     return group
-        if self._max_prompts is not None and self.cursor >= self._max_prompts:
-            raise PromptsExhausted(
-                f"task {self.task_name}: it has drawn all {self._max_prompts} prompts that it may draw"
-            )
         group = self.group_at(self.cursor)
         self.cursor += 1
         return group

@@ -13,9 +13,10 @@ import json
 import math
 import os
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import IO, Any
 
@@ -151,6 +152,16 @@ def last_line(errors: IO[bytes]) -> str:
     errors.seek(max(0, size - 2000))
     lines = errors.read().decode(errors="replace").strip().splitlines()
     return lines[-1][:300] if lines else "it wrote no message"
+
+
+def serve_lines(start: Callable[[], Callable[[Any], Any]]) -> None:
+    """Be such a process: start, then answer one line after the other until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints must not reach the answers' pipe
+    answer = start()
+    print('"ready"', file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
 
 
 class ProcessPool:

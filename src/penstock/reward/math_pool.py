@@ -11,17 +11,16 @@ of a group often give the same answer.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import resource
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.reward.equality import clean
-from penstock.reward.line_process import ProcessGone, ProcessPool, ProcessSlow
+from penstock.reward.line_process import ProcessGone, ProcessPool, ProcessSlow, serve_lines
 
 START_TIMEOUT_S = 120.0
 CACHE_SIZE = 8192
@@ -103,19 +102,21 @@ def main() -> None:
     if len(sys.argv) > 1:
         limit = int(sys.argv[1])
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints must not reach the answers' pipe
     logging.disable(logging.CRITICAL)
-    # import everything and fill first-use tables before the pool counts it as ready
+    serve_lines(_start)
+
+
+def _start() -> Callable[[list[str]], int]:
+    """Import everything and fill first-use tables before the pool counts the process as ready."""
     compare("x+1", "1+x")
-    print('"ready"', file=answers, flush=True)
-    for line in sys.stdin:
-        gold, answer = json.loads(line)
-        try:
-            equal = compare(gold, answer)
-        except Exception:  # a hostile answer may raise anything in the parser
-            equal = False
-        print(int(equal), file=answers, flush=True)
+    return _answer
+
+
+def _answer(pair: list[str]) -> int:
+    try:
+        return int(compare(*pair))
+    except Exception:  # a hostile answer may raise anything in the parser
+        return 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from penstock.config import Section
 from penstock.errors import RewardError, RunError
-from penstock.reward.line_process import ProcessPool, ProcessSlow
+from penstock.reward.line_process import ProcessPool, ProcessSlow, serve_lines
 from penstock.reward.protocol import Reward
 from penstock.types import Prompt, Rollout, Score
 
@@ -177,6 +177,12 @@ class Scorer:
             self._model.config.pad_token_id = self._tokenizer.pad_token_id
         self._model.to(device).eval()
 
+    def answer(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        try:
+            return {"scores": self.score(items)}
+        except Exception as error:  # the edge of one batch: its rollouts fail
+            return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+
     def score(self, items: list[dict[str, Any]]) -> list[float]:
         """One number per item, in their order."""
         inputs = self._tokenizer(
@@ -207,20 +213,11 @@ class Scorer:
 
 def main() -> None:
     """Serve until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints must not reach the answers' pipe
     settings = json.loads(sys.argv[1])
     path = settings["path"]
     if os.path.isabs(path) and not os.path.isdir(path):  # before the imports, which take seconds
         sys.exit(f"path: got {path!r}, allowed: a folder that holds a model, or a name on the Hub")
-    scorer = Scorer(settings)
-    print('"ready"', file=answers, flush=True)
-    for line in sys.stdin:
-        try:
-            reply: dict[str, Any] = {"scores": scorer.score(json.loads(line))}
-        except Exception as error:  # the edge of one batch: its rollouts fail
-            reply = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-        print(json.dumps(reply), file=answers, flush=True)
+    serve_lines(lambda: Scorer(settings).answer)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from penstock.config import ProduceSettings
-from penstock.data.sampler import PromptsExhausted, Sampler, rollout_seed
+from penstock.data.sampler import Sampler, rollout_seed
 from penstock.errors import EnginesLost, PenstockError, RunError, TooManyFailures, UserError
 from penstock.rollout.agent_loop import AgentLoop
 from penstock.rollout.progress import ProduceProgress, TaskAccount
@@ -203,7 +203,7 @@ class GroupRunner:
     # -- drawing ------------------------------------------------------------------------------
 
     def launch(self, ctx: ProduceContext, statuses: tuple[Status, ...], cap: int) -> bool:
-        """Draw and start one group; return False if there is no room, no prompt or a pause.
+        """Draw and start one group; return False if there is no room or a pause.
 
         Buffered groups of `statuses` come before fresh prompts. At most `cap` groups are in flight.
         """
@@ -211,12 +211,7 @@ class GroupRunner:
         has_room = ctx.replay_buffer.has_room(ctx.task_name, reserved=in_flight)
         if self._is_closed or in_flight >= cap or not has_room:
             return False
-        try:
-            entry = self._draw(ctx, statuses)
-        except PromptsExhausted:
-            if not in_flight:
-                raise
-            return False  # the groups in flight may still fill the batch
+        entry = self._draw(ctx, statuses)
         name = f"generate {entry.group.group_id}"
         entry.task = asyncio.create_task(self._run(ctx, entry), name=name)
         return True

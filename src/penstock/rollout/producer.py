@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.data.sampler import PromptsExhausted, Sampler
+from penstock.data.sampler import Sampler
 from penstock.errors import RunError, UserError
 from penstock.rollout.agent_loop import AgentLoop
 from penstock.rollout.group_runner import ProduceContext
@@ -53,12 +53,8 @@ class _TaskState:
         self.strategy = task.strategy
         self.runner = task.strategy.runner
         self.ctx = ctx
-        self.exhausted: PromptsExhausted | None = None  # set when no fresh prompt is left
         self.idle_since_change: int | None = None  # the change count that it waits to see followed
         self.num_skipped_long = task.num_skipped_long
-
-    def exhaust(self, ended: PromptsExhausted) -> None:
-        self.exhausted = ended
 
     def idle(self, since_change: int | None) -> None:
         """Note the change that the task waits to see followed; None: it waits no longer."""
@@ -234,11 +230,7 @@ class Producer:
         self._aim(task)
         if task.needs_weights(ctx.train_step):
             return f"weights newer than version {self.model_version}"
-        try:
-            status = await task.strategy.produce_batch(ctx)
-        except PromptsExhausted as ended:
-            task.exhaust(ended)
-            return "nothing: it has no prompts left"
+        status = await task.strategy.produce_batch(ctx)
         if status is ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT:
             return ""
         if (
@@ -397,8 +389,6 @@ class Producer:
                 raise RunError(line + "the producer was stopped")
             if task.idle_since_change != self._changed.count:
                 continue  # the task has not looked at the newest change yet
-            if task.exhausted is not None:
-                raise RunError(line + str(task.exhausted))
             needs_weights = task.ctx.train_step < step or task.needs_weights(step)
             if not self._paused and not needs_weights:
                 raise RunError(line + "should_continue_fn stopped before the batch was full")

@@ -2,7 +2,7 @@
 
 Loads the data, renders the first prompts of the run as the model gets them, samples and scores a group
 for each, and trains on them; then measures as much of a step as a few seconds allow. The updates are
-thrown away. Writes nothing outside a temporary folder.
+thrown away. Writes nothing outside a temporary folder. `check_agents` tries the agents alone.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.config import Config, SamplingConfig
+from penstock.config import Config, EvalConfig, SamplingConfig
 from penstock.config.source import with_overrides
+from penstock.data.dataset import context_length
 from penstock.data.identity import MACHINE, measure
 from penstock.data.sampler import Sampler
 from penstock.engine.protocol import GenerationRequest, InferenceEngine, SamplingParams
+from penstock.errors import UserError
 from penstock.files import ScratchFolder
 from penstock.inspection.findings import Observed, find
 from penstock.inspection.findings.observed import WINDOW, looked_at_settings
 from penstock.inspection.summary import duration
 from penstock.inspection.track.console import finding_table
 from penstock.rollout.agent import AgentLoop
+from penstock.rollout.agent.build import check_agent, try_agent
+from penstock.rollout.agent.check import CheckResult
 from penstock.run.job import open_agent, open_reward, open_trainer, serve_agents
 from penstock.run.run_data import RunData, count_steps
 from penstock.store.journal import Journal
@@ -336,6 +340,30 @@ def _memory(seen: Rehearsal) -> Iterator[str]:
         yield f"the trainer's peak in this check {peak:,.0f} MiB"
     if (left := available_mib()) is not None:
         yield f"{left:,.0f} MiB of main memory are available"
+
+
+async def check_agents(config: Config) -> dict[str, list[CheckResult]]:
+    """Try the agent of every task that has one on its first prompt; return the findings by task."""
+    tasks = {name: task for name, task in config.tasks.items() if task.agent != "single_turn"}
+    if not tasks:
+        raise UserError(
+            "tasks: got no task with an agent, allowed: a task whose agent is a function"
+        )
+    for name, task in tasks.items():
+        check_agent(f"tasks.{name}", task, config.task_sampling(name))
+    config = config.model_copy(update={"eval": EvalConfig()})
+    data = await RunData.read(config)
+    return {
+        name: await try_agent(
+            f"tasks.{name}",
+            task,
+            config.task_sampling(name),
+            data.chat,
+            data.train[name][0],
+            context_length(config.model.path),
+        )
+        for name, task in tasks.items()
+    }
 
 
 # ---- what the command prints

@@ -16,13 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from penstock.config import Config, EvalConfig, SamplingConfig, TaskDataConfig
+from penstock.config import Config, SamplingConfig, TaskDataConfig
 from penstock.config.plugins import load
 from penstock.data.dataset import context_length, count_overlap
 from penstock.data.identity import OVERLAP, TOTAL_STEPS, measure
-from penstock.data.sampler import Sampler
+from penstock.data.sampler import PromptSource, Sampler
 from penstock.engine.protocol import InferenceEngine
-from penstock.errors import UserError
 from penstock.inspection.findings.live import LiveFindings
 from penstock.inspection.track.console import StartDisplay
 from penstock.inspection.track.logs import (
@@ -39,12 +38,12 @@ from penstock.rollout import (
     IsValidSample,
     ProduceProgress,
     Producer,
+    ProduceStrategyConfig,
     ProduceTask,
     ReplayBuffer,
     strategy_config,
 )
-from penstock.rollout.agent.build import build_agent, check_agent, try_agent
-from penstock.rollout.agent.check import CheckResult
+from penstock.rollout.agent.build import build_agent
 from penstock.rollout.agent.function import FunctionAgent, InterruptedCalls
 from penstock.rollout.evaluation.background import Evaluations
 from penstock.rollout.evaluation.evaluate import EvalTask, choose_problems
@@ -373,30 +372,6 @@ async def open_evaluation(
         yield engine, _eval_tasks(config, data, Waits(), closing, endpoint)
 
 
-async def check_agents(config: Config) -> dict[str, list[CheckResult]]:
-    """Try the agent of every task that has one on its first prompt; return the findings by task."""
-    tasks = {name: task for name, task in config.tasks.items() if task.agent != "single_turn"}
-    if not tasks:
-        raise UserError(
-            "tasks: got no task with an agent, allowed: a task whose agent is a function"
-        )
-    for name, task in tasks.items():
-        check_agent(f"tasks.{name}", task, config.task_sampling(name))
-    config = config.model_copy(update={"eval": EvalConfig()})
-    data = await RunData.read(config)
-    return {
-        name: await try_agent(
-            f"tasks.{name}",
-            task,
-            config.task_sampling(name),
-            data.chat,
-            data.train[name][0],
-            context_length(config.model.path),
-        )
-        for name, task in tasks.items()
-    }
-
-
 @dataclass(slots=True, frozen=True, kw_only=True)
 class _TaskParts:
     """What the training tasks of a run are built from."""
@@ -411,38 +386,70 @@ class _TaskParts:
 
 
 async def _producer(parts: _TaskParts, total_steps: int) -> Producer:
-    config = parts.config
+    config, tasks = parts.config, []
     buffer = ReplayBuffer(max_groups_per_task=config.produce.max_buffered_groups)
-    return Producer(
-        tasks=[await _task(parts, name, buffer) for name in config.tasks],
-        replay_buffer=buffer,
-        journal=parts.journal,
-        waits=parts.workers.events.waits,
-        progress=ProduceProgress.build(list(config.tasks)),
-        groups_per_step=config.train.groups_per_step,
-        sync_weights_interval=config.sync.every_steps,
-        last_step=total_steps,
-    )
+    for name, dataset in parts.data.train.items():
+        produce = config.task_produce(name)
+        sampling = _with_anneal_steps(config, name, len(dataset))
+        task = make_task(
+            config,
+            name,
+            buffer,
+            prompts=dataset,
+            agent_loop=await _agent_loop(parts, name, sampling),
+            strategy=strategy_config(produce, _validity(config, produce.is_valid_sample)),
+            num_skipped_long=dataset.num_skipped_long,
+        )
+        tasks.append(task)
+    waits = parts.workers.events.waits
+    return make_producer(config, tasks, buffer, parts.journal, waits, total_steps)
 
 
-async def _task(parts: _TaskParts, name: str, buffer: ReplayBuffer) -> ProduceTask:
-    config, dataset = parts.config, parts.data.train[name]
-    produce = config.task_produce(name)
-    settings = strategy_config(produce, _validity(config, produce.is_valid_sample))
-    sampling = _with_anneal_steps(config, name, len(dataset))
+def make_task(
+    config: Config,
+    name: str,
+    buffer: ReplayBuffer,
+    *,
+    prompts: PromptSource,
+    agent_loop: AgentLoop,
+    strategy: ProduceStrategyConfig,
+    num_skipped_long: int = 0,
+) -> ProduceTask:
+    """A training task of a run, or of its twin."""
     return ProduceTask(
         name=name,
         weight=config.tasks[name].weight,
-        strategy=settings.build(sync_weights_interval=config.sync.every_steps),
-        agent_loop=await _agent_loop(parts, name, sampling),
+        strategy=strategy.build(sync_weights_interval=config.sync.every_steps),
+        agent_loop=agent_loop,
         sampler=Sampler(
-            dataset,
+            prompts,
             task_name=name,
-            prompt_repeat_k=sampling.num_generations,
+            prompt_repeat_k=config.task_sampling(name).num_generations,
             seed=config.seed,
             replay_buffer=buffer,
         ),
-        num_skipped_long=dataset.num_skipped_long,
+        num_skipped_long=num_skipped_long,
+    )
+
+
+def make_producer(
+    config: Config,
+    tasks: Sequence[ProduceTask],
+    buffer: ReplayBuffer,
+    journal: Journal,
+    waits: Waits,
+    last_step: int,
+) -> Producer:
+    """The producer of a run, or of its twin."""
+    return Producer(
+        tasks=tasks,
+        replay_buffer=buffer,
+        journal=journal,
+        waits=waits,
+        progress=ProduceProgress.build(list(config.tasks)),
+        groups_per_step=config.train.groups_per_step,
+        sync_weights_interval=config.sync.every_steps,
+        last_step=last_step,
     )
 
 

@@ -170,23 +170,21 @@ def newest_checkpoint(store: CheckpointStore, journal: Journal, note: Note) -> C
             f"the journal ends at step {committed}, but a newer checkpoint exists (kept as "
             f"{store.set_aside(path)}): the end of the journal was lost; continuing from step {committed}"
         )
-    search = store.search()
-    for damage in search.damaged:
-        note(f"damaged: {damage}; using the next older checkpoint")
-    digests = {} if search.checkpoint is None else _digests(journal)
-    while (checkpoint := search.checkpoint) is not None:
-        journalled = digests.get(checkpoint.step, checkpoint.digest)
+    damaged: list[str] = []
+    while (checkpoint := store.newest(damaged)) is not None:
+        journalled = _digests(journal).get(checkpoint.step, checkpoint.digest)
         if checkpoint.digest == journalled:
-            return checkpoint
+            break
         note(
             f"checkpoint {checkpoint.path.name} has weights with digest {checkpoint.digest}, the journal has "
             f"{journalled} for that step: it is of another run, or was unreadable when the step was "
             f"redone (kept as {store.set_aside(checkpoint.path)}); using the next older checkpoint"
         )
-        search = store.search()
-    if search.damaged:
+    for damage in dict.fromkeys(damaged):
+        note(f"damaged: {damage}; using the next older checkpoint")
+    if checkpoint is None and damaged:
         note("no checkpoint is valid: every step is redone from the journal")
-    return None
+    return checkpoint
 
 
 def record_loss(journal: Journal, committed: int, seen: str) -> None:

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -49,14 +49,6 @@ class Checkpoint:
     path: Path
     step: int
     digest: str  # digest of the weights, as the trainer computed it
-
-
-@dataclass(slots=True, kw_only=True)
-class SearchResult:
-    """The newest valid checkpoint, and a message for each damaged one that is newer."""
-
-    checkpoint: Checkpoint | None = None
-    damaged: list[str] = field(default_factory=list)
 
 
 class CheckpointStore:
@@ -149,20 +141,19 @@ class CheckpointStore:
             if not self._failures or not self._worker_died:
                 return
 
-    def search(self) -> SearchResult:
-        """Find the newest checkpoint whose files all match its manifest."""
-        result = SearchResult()
+    def newest(self, damaged: list[str] | None = None) -> Checkpoint | None:
+        """The newest checkpoint whose files all match its manifest, or None.
+
+        damaged: gets a message for each newer one.
+        """
         for path in self._paths():
             try:
-                result.checkpoint = self._last = read_checkpoint(path)
-                break
+                self._last = read_checkpoint(path)
+                return self._last
             except RunError as error:
-                result.damaged.append(str(error))
-        return result
-
-    def newest(self) -> Checkpoint | None:
-        """The newest valid checkpoint, or None."""
-        return self.search().checkpoint
+                if damaged is not None:
+                    damaged.append(str(error))
+        return None
 
     def newest_model(self) -> Path | None:
         """The model folder of the newest complete checkpoint; its files are not read."""

@@ -20,7 +20,12 @@ from pathlib import Path
 import torch
 
 from penstock.errors import RunError, WeightsGone
-from penstock.weights.device_memory import DeviceHandle, DeviceMemory, OpenedMemories
+from penstock.weights.device_memory import (
+    DeviceHandle,
+    DeviceMemory,
+    OpenedMemory,
+    exported_memory,
+)
 
 HEADER_BYTES = 4096  # a page, so that tensors keep their alignment
 _HEADER = struct.Struct("=QQQ")  # publication, bytes of weights, bytes written so far
@@ -131,15 +136,42 @@ class BufferWriter:
 
 
 class ReaderCache:
-    """Mappings that a reader keeps from one publication to the next, so that pages fault once."""
+    """What a reader keeps open from one publication to the next: opening is slow, and pages fault once."""
 
     def __init__(self) -> None:
-        self.maps: dict[str, mmap.mmap] = {}
-        self.memories = OpenedMemories()
+        self._maps: dict[str, mmap.mmap] = {}
+        self._memories: dict[Path, tuple[DeviceHandle, OpenedMemory]] = {}
+
+    def map(self, path: Path, name: str, size: int) -> mmap.mmap:
+        """The mapping of this file; map it again if the file or its size has changed.
+
+        The mapping opens the file by itself, because it would keep a lock taken on the same descriptor.
+        """
+        file = _open(path, name)
+        try:
+            inode = os.fstat(file)
+            key = f"{inode.st_dev}-{inode.st_ino}-{size}"
+            if key not in self._maps:
+                while len(self._maps) > 3:
+                    del self._maps[next(iter(self._maps))]
+                self._maps[key] = mmap.mmap(file, size, access=mmap.ACCESS_READ)
+            return self._maps[key]
+        finally:
+            os.close(file)
+
+    def memory(self, path: Path, handle: DeviceHandle) -> OpenedMemory | DeviceMemory:
+        """The GPU memory of the buffer at `path`; a new handle there closes the previous memory."""
+        if (exported := exported_memory(handle)) is not None:
+            return exported
+        known = self._memories.get(path)
+        if known is None or known[0] != handle:
+            self._memories.pop(path, None)  # freed first, unless a tensor still reads it
+            known = self._memories[path] = (handle, OpenedMemory(handle))
+        return known[1]
 
     def clear(self) -> None:
-        self.maps.clear()
-        self.memories.clear()
+        self._maps.clear()
+        self._memories.clear()
 
 
 class BufferReader:
@@ -162,7 +194,7 @@ class BufferReader:
         if len(header) < _HEADER.size or _HEADER.unpack(header)[:2] != (number, size):
             raise WeightsGone(f"{self._name} are gone: their file was written again")
         in_file = HEADER_BYTES + (0 if device_handle else size)
-        self._map = _cached_map(cache.maps, path, self._name, in_file)
+        self._map = cache.map(path, self._name, in_file)
         if device_handle is None:
             holder: object = memoryview(self._map)  # tensors hold this view, and with it the lock
             with warnings.catch_warnings():
@@ -171,7 +203,7 @@ class BufferReader:
                     holder, dtype=torch.uint8, count=size, offset=HEADER_BYTES
                 )
         else:
-            self.bytes, holder = cache.memories.open(str(path), device_handle).tensor(size)
+            self.bytes, holder = cache.memory(path, device_handle).tensor(size)
         release.detach()
         weakref.finalize(holder, os.close, self._file).atexit = False
 
@@ -203,24 +235,6 @@ def _open(path: Path, name: str) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise WeightsGone(f"{name} are gone: there is no file {path}") from None
-
-
-def _cached_map(maps: dict[str, mmap.mmap], path: Path, name: str, size: int) -> mmap.mmap:
-    """The mapping of this file; map it again if the file or its size has changed.
-
-    The mapping opens the file by itself, because it would keep a lock taken on the same descriptor.
-    """
-    file = _open(path, name)
-    try:
-        inode = os.fstat(file)
-        key = f"{inode.st_dev}-{inode.st_ino}-{size}"
-        if key not in maps:
-            while len(maps) > 3:
-                del maps[next(iter(maps))]
-            maps[key] = mmap.mmap(file, size, access=mmap.ACCESS_READ)
-        return maps[key]
-    finally:
-        os.close(file)
 
 
 def _range(kind: int, start: int, length: int) -> bytes:

@@ -119,27 +119,9 @@ def _tensor(
     return torch.as_tensor(octets, device=device), octets
 
 
-class OpenedMemories:
-    """Memories that stay open, because opening is slow and the same few are read again and again."""
-
-    def __init__(self) -> None:
-        self._by_path: dict[str, tuple[DeviceHandle, OpenedMemory]] = {}
-
-    def open(self, path: str, handle: DeviceHandle) -> OpenedMemory | DeviceMemory:
-        """The memory of the buffer at `path`; a new handle there closes the previous memory.
-
-        The driver does not open memory in the process that owns it, so that case returns the owner's.
-        """
-        if (exported := _EXPORTED.get(handle)) is not None:
-            return exported
-        known = self._by_path.get(path)
-        if known is None or known[0] != handle:
-            self._by_path.pop(path, None)  # freed first, unless a tensor still reads it
-            known = self._by_path[path] = (handle, OpenedMemory(handle))
-        return known[1]
-
-    def clear(self) -> None:
-        self._by_path.clear()
+def exported_memory(handle: DeviceHandle) -> DeviceMemory | None:
+    """The memory, if this process owns it: the driver opens memory only in other processes."""
+    return _EXPORTED.get(handle)
 
 
 def share_on_device(

@@ -470,24 +470,28 @@ def test_slow_submissions_of_one_client_do_not_hold_up_another() -> None:
     assert order.index("b1") < order.index("a2")
 
 
-def test_a_client_that_used_more_than_its_share_stands_back() -> None:
+def test_a_free_worker_goes_to_the_client_that_has_used_less() -> None:
     """What counts is the processor time of its submissions, not how long they waited for others."""
-    seen: list[object] = []
+    order: list[str] = []
 
     async def run() -> None:
-        turns = Turns(workers=2, places=10)
-        async with turns.turn("a"):
-            pass
+        turns = Turns(workers=1, places=10)
+        for client in "abcde":
+            async with turns.turn(client):
+                pass
         turns.charge("a", 9.0)
-        seen.append(turns.is_ahead("a"))  # nobody else is there
-        async with turns.turn("b"):  # begins where the least of the others stands
-            pass
-        seen.append(turns.is_ahead("a"))
-        turns.charge("a", 12.0)
-        seen.append((turns.is_ahead("a"), turns.is_ahead("b")))
+
+        async def submit(client: str) -> None:
+            async with turns.turn(client):
+                order.append(client)
+
+        async with turns.turn("c"), turns.turn("d"), turns.turn("e"):  # all workers are taken
+            waiting = [asyncio.create_task(submit(client)) for client in ("a", "b")]
+            await asyncio.sleep(0)
+        await asyncio.gather(*waiting)
 
     asyncio.run(run())
-    assert seen == [False, False, (True, False)]
+    assert order == ["b", "a"]
 
 
 def test_verdicts_of_good_clients_stay_right_beside_hostile_ones() -> None:

@@ -51,7 +51,6 @@ from penstock.serving import (
 M = TypeVar("M", bound=BaseModel)
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _SWITCH_INTERVAL_S = 0.0001  # a thread that copies an answer keeps the event loop waiting so long
-NICE_IF_AHEAD = 10  # of the processes of a client that has used more than its share
 
 
 class ServerSettings(Section):
@@ -217,7 +216,6 @@ class VerificationService:
                     request.timeout,
                     request.stop_at_failure and not request.eval_mode,
                     self.settings.max_tests,
-                    NICE_IF_AHEAD if self._turns.is_ahead(client) else 0,
                 )
                 self._turns.charge(client, verdict.cpu_s)
         except SandboxError as error:

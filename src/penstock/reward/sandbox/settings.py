@@ -55,7 +55,7 @@ class SandboxSettings(Section):
 
 
 def job_limits(
-    settings: SandboxSettings, wall_s: float, nice: int = 0, *, steps_back: bool = False
+    settings: SandboxSettings, wall_s: float, *, steps_back: bool = False
 ) -> dict[str, Any]:
     """The limits of one test: its process sets them on itself before it runs any code.
 
@@ -63,7 +63,6 @@ def job_limits(
     processor time from then on, and its wall time is limited to a multiple (`zygote.STRETCH`).
     """
     return {
-        "nice": nice,
         "steps_back_s": STEPS_BACK_S if steps_back else None,
         "wall_s": wall_s,
         "cpu_s": math.ceil(wall_s) + 1,

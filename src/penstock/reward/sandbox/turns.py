@@ -1,9 +1,9 @@
 """Whose submission runs next: fair among clients, by the processor time that their submissions have used.
 
-A client has at most `workers` submissions running, and one less if it has used much more than another. All
-clients together may have more than that (`SHARES`), so that a client whose submissions last does not hold
-up the next one: the processor goes to those that have used little (`zygote.py`). A free worker takes the
-submission of the client that has used least. Of the places a client gets at most half then.
+A client has at most `workers` submissions running. All clients together may have more than that (`SHARES`), so
+that a client whose submissions last does not hold up the next one: the processor goes to those that have used
+little (`zygote.py`). A free worker takes the submission of the client that has used least. Of the places a
+client gets at most half then.
 Used from one event loop.
 """
 
@@ -18,7 +18,6 @@ from contextlib import asynccontextmanager
 from penstock.errors import SandboxError
 
 REMEMBERED_S = 60.0  # a client takes part until so long after its last submission
-AHEAD, AHEAD_S = 2.0, 1.0  # a client is ahead that has used so many times another's time, and more
 SHARES = 3  # clients that can have all their submissions running at once
 START_S = 0.02  # processor time of the start and end of a sandbox
 
@@ -47,12 +46,6 @@ class Turns:
         if len(self._seen) > 1:
             free -= self._places // 2
         return max(0, min(free, self._places - self.admitted))
-
-    def is_ahead(self, client: str) -> bool:
-        """Whether this client has used much more than another that takes part."""
-        others_s = dict(self._used_s)
-        client_s = others_s.pop(client, 0.0)
-        return bool(others_s) and client_s > AHEAD_S + AHEAD * min(others_s.values())
 
     def admit(self, client: str, count: int) -> None:
         self._admitted[client] += count
@@ -103,22 +96,16 @@ class Turns:
     def _wake(self) -> None:
         """Give free workers to the clients that have used least."""
         while self._running.total() < self._workers * min(SHARES, len(self._seen)):
-            ready = [c for c, turns in self._waiting.items() if turns and self._may_run(c)]
+            ready = [c for c in self._waiting if self._running[c] < self._workers]
             if not ready:
                 return
-            client = min(ready, key=self._claim)
+            client = min(ready, key=lambda c: (self._running[c], self._used_s.get(c, 0.0)))
             turn = self._waiting[client].popleft()
             if not self._waiting[client]:
                 del self._waiting[client]
             if not turn.done():
                 self._running[client] += 1
                 turn.set_result(None)
-
-    def _may_run(self, client: str) -> bool:
-        return self._running[client] < max(1, self._workers - self.is_ahead(client))
-
-    def _claim(self, client: str) -> tuple[bool, int, float]:
-        return self.is_ahead(client), self._running[client], self._used_s.get(client, 0.0)
 
     def close(self) -> None:
         """Let every later turn raise SandboxError."""

@@ -58,19 +58,15 @@ def verify(
     timeout_s: float | None = None,
     stop_at_failure: bool = False,
     max_tests: int = MAX_TESTS,
-    nice: int = 0,
 ) -> Verdict:
-    """Run every test and return the verdict. Raises RewardError for broken test cases or sandboxes.
-
-    `nice`: how far its processes stand back behind others where the processor is short.
-    """
+    """Run every test and return the verdict. Raises RewardError for broken test cases or sandboxes."""
     tests = read_tests(test_cases, parse=False)
     test_s = timeout_s or pool.settings.timeout_s
     if isinstance(tests, AssertTests):
         test_s = min(test_s, pool.settings.submission_timeout_s)
-        return _verify_asserts(pool, tests, source, test_s, max_tests, nice)
+        return _verify_asserts(pool, tests, source, test_s, max_tests)
     check_number(len(tests.inputs), max_tests)
-    return _PairsRun(pool, tests, source, test_s, stop_at_failure, nice).verdict()
+    return _PairsRun(pool, tests, source, test_s, stop_at_failure).verdict()
 
 
 class _PairsRun:
@@ -83,10 +79,9 @@ class _PairsRun:
         source: str,
         test_s: float,
         stop_at_failure: bool,
-        nice: int,
     ) -> None:
         self._pool, self._tests, self._source, self._test_s = pool, tests, source, test_s
-        self._stop_at_failure, self._nice = stop_at_failure, nice
+        self._stop_at_failure = stop_at_failure
         # only time in a sandbox counts, never the host's own delay
         self._left_s = pool.settings.submission_timeout_s
         self._verdict, self._total = Verdict(), len(tests.inputs)
@@ -114,7 +109,7 @@ class _PairsRun:
             if limit_s == 0:
                 self._fill(ERROR, "not run: the submission's time limit has passed")
                 return
-            limits = job_limits(self._pool.settings, limit_s, self._nice, steps_back=not starved)
+            limits = job_limits(self._pool.settings, limit_s, steps_back=not starved)
             outcome = sandbox.run(_job(self._tests, index, self._source), limits)
             self._verdict.cpu_s += outcome.cpu_s
             starved = was_starved(outcome, limit_s)
@@ -193,9 +188,9 @@ def check_number(total: int, allowed: int) -> None:
 
 
 def _verify_asserts(
-    pool: SandboxPool, tests: AssertTests, source: str, test_s: float, max_tests: int, nice: int
+    pool: SandboxPool, tests: AssertTests, source: str, test_s: float, max_tests: int
 ) -> Verdict:
-    limits = job_limits(pool.settings, pool.settings.submission_timeout_s, nice)
+    limits = job_limits(pool.settings, pool.settings.submission_timeout_s)
     for _ in range(ATTEMPTS):
         with pool.sandbox() as solution, pool.sandbox() as judge:
             try:

@@ -21,22 +21,14 @@ from typing import Any, cast
 import numpy as np
 
 from penstock.config import Config, LaunchConfig, SamplingConfig
-from penstock.data.sampler import Sampler
 from penstock.engine.protocol import InferenceEngine
 from penstock.errors import UserError
 from penstock.inspection.track.logs import Fanout, JsonlTracker, Notes
-from penstock.rollout import (
-    IsValidSample,
-    ProduceProgress,
-    Producer,
-    ProduceTask,
-    ReplayBuffer,
-    strategy_config,
-)
+from penstock.rollout import IsValidSample, Producer, ProduceTask, ReplayBuffer, strategy_config
 from penstock.rollout.agent.single_turn import SingleTurn
 from penstock.rollout.evaluation.evaluate import EvalTask
 from penstock.run.foundation import Foundation, NewestVersion
-from penstock.run.job import join_parts
+from penstock.run.job import join_parts, make_producer, make_task
 from penstock.run.loop import Loop
 from penstock.run.twin.engine import ModelledEngine
 from penstock.run.twin.parts import (
@@ -377,42 +369,26 @@ class _Twin:
         ]
 
     def _producer(self, workers: Workers, steps: int) -> Producer:
-        config = self._config
+        config, journal = self._config, cast(Any, self._journal)
         buffer = ReplayBuffer(max_groups_per_task=config.produce.max_buffered_groups)
-        return Producer(
-            tasks=[self._task(name, workers, buffer) for name in config.tasks],
-            replay_buffer=buffer,
-            journal=cast(Any, self._journal),
-            waits=workers.events.waits,
-            progress=ProduceProgress.build(list(config.tasks)),
-            groups_per_step=config.train.groups_per_step,
-            sync_weights_interval=config.sync.every_steps,
-            last_step=steps,
-        )
+        tasks = [self._task(name, workers, buffer) for name in config.tasks]
+        return make_producer(config, tasks, buffer, journal, workers.events.waits, steps)
 
     def _task(self, name: str, workers: Workers, buffer: ReplayBuffer) -> ProduceTask:
-        config, sampling = self._config, self._config.task_sampling(name)
+        config = self._config
         produce = config.task_produce(name).model_copy(update={"should_continue": ""})
-        rule = _validity(config, name, self._recorded[name])
-        return ProduceTask(
-            name=name,
-            weight=config.tasks[name].weight,
-            strategy=strategy_config(produce, rule).build(
-                sync_weights_interval=config.sync.every_steps
-            ),
+        return make_task(
+            config,
+            name,
+            buffer,
+            prompts=_prompts(len(self._profile.groups)),
             agent_loop=SingleTurn(
                 engine=cast(InferenceEngine, workers.engine),
                 reward=self._reward(name),
-                sampling=sampling,
+                sampling=config.task_sampling(name),
                 decode=lambda ids: "",
             ),
-            sampler=Sampler(
-                _prompts(len(self._profile.groups)),
-                task_name=name,
-                prompt_repeat_k=sampling.num_generations,
-                seed=config.seed,
-                replay_buffer=buffer,
-            ),
+            strategy=strategy_config(produce, _validity(config, name, self._recorded[name])),
         )
 
 

@@ -46,7 +46,6 @@ def run(job: dict[str, Any], limits: dict[str, Any]) -> None:
 
 
 def _limit(limits: dict[str, Any]) -> None:
-    os.nice(limits["nice"])
     for name, value in (
         ("RLIMIT_CPU", limits["cpu_s"]),
         ("RLIMIT_FSIZE", limits["file_bytes"]),
