@@ -149,6 +149,10 @@ def test_dual_clip_is_on_and_can_be_turned_off() -> None:
             {"algorithm": {"name": "reinforce", "normalize": "batch_rewards"}},
             ["algorithm.normalize", "batch_rewards", "baseline none"],
         ),
+        (
+            {"algorithm": {"correction": {"newest": "trainer"}}, "sampling": {"top_p": 0.9}},
+            ["algorithm.correction.newest", "top_p", "engine"],
+        ),
     ],
 )
 def test_impossible_settings_are_one_clear_line(fields, words) -> None:

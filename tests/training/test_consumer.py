@@ -9,7 +9,10 @@ import torch
 
 from penstock.errors import RunError, StopRequested, UserError
 from penstock.training.consumer import Consumer
+from penstock.training.flat_batch import FlatBatch
+from penstock.training.objective import TokenInputs
 from penstock.training.policy import add_adapters
+from penstock.types import Batch
 from penstock.weights.model_weights import model_digest
 from stages.training_data import (
     VOCABULARY,
@@ -390,3 +393,35 @@ def test_adapters_without_peft_are_a_users_error(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match="peft"):
         add_adapters(tiny_model(), config_of(model={"lora": {"rank": 2}}).model.lora)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+@pytest.mark.parametrize("kind", ["none", "token_truncate"])
+def test_tokens_of_the_newest_weights_may_have_the_trainers_log_probs_as_old_ones(
+    kind: str, mini_batches: int
+) -> None:
+    """As if the engine had reported the trainer's own log-probs; those of older tokens stay as sampled."""
+    train = {"lr": 1e-2, "mini_batches": mini_batches}
+
+    def trained(newest: str, batch: Batch) -> Consumer:
+        algorithm = {"correction": {"kind": kind, "newest": newest}}
+        consumer = consumer_of(config_of(train=train, algorithm=algorithm))
+        consumer.step = consumer.policy_version = batch.step - 1
+        report = consumer.train(batch)
+        if newest == "trainer" and batch.step == 1 and mini_batches == 1:
+            assert report.metrics["ratio/max"] == report.metrics["ratio/mean"] == 1.0
+            assert report.metrics["mismatch/kl"] > 0  # the engine's gap stays visible
+        return consumer
+
+    exact = random_batch(1)
+    flat = FlatBatch.from_groups(exact.groups, 1, consumer_of(config_of()).settings)
+    consumer = consumer_of(config_of())
+    inputs = TokenInputs.from_batch(flat, torch.float64, consumer.policy.device)
+    own_N = consumer._logprobs(flat, inputs, consumer.policy).numpy()
+    for rollout, part_N in zip(exact.rollouts, np.split(own_N, flat.bounds_R1[1:-1]), strict=True):
+        rollout.logprobs = part_N
+    wanted = trained("engine", exact).masters.parameters
+    got = trained("trainer", random_batch(1)).masters.parameters
+    assert all(torch.allclose(got[name], wanted[name], rtol=1e-9, atol=1e-12) for name in wanted)
+    stale = [trained(newest, random_batch(2)).digest() for newest in ("engine", "trainer")]
+    assert stale[0] == stale[1]

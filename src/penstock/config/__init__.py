@@ -7,6 +7,7 @@ and is read where it acts. Nothing here builds a part or imports torch.
 
 from __future__ import annotations
 
+from penstock.config.launch import LaunchConfig, ProducerKindConfig, RayOptions
 from penstock.config.sections import (
     AlgorithmConfig,
     AnnealConfig,
@@ -14,15 +15,12 @@ from penstock.config.sections import (
     EngineConfig,
     EvalConfig,
     EvalTaskConfig,
-    LaunchConfig,
     LoraConfig,
     ModelConfig,
     ParallelConfig,
     ProduceConfig,
-    ProducerKindConfig,
     ProduceSettings,
     PtxConfig,
-    RayOptions,
     RewardConfig,
     SamplingConfig,
     Section,

@@ -11,13 +11,13 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from penstock.config.launch import LaunchConfig
 from penstock.config.sections import (
     AlgorithmConfig,
     CheckpointConfig,
     EngineConfig,
     EvalConfig,
     JournalConfig,
-    LaunchConfig,
     ModelConfig,
     ProduceConfig,
     RunConfig,

@@ -345,7 +345,10 @@ class Consumer:
         inputs = TokenInputs.from_batch(flat, self._exact_dtype, self.policy.device)
         if settings.needs_reference:
             inputs.reference_N = self._reference_logprobs(flat, inputs)
-        if settings.kl_in_reward or (num_updates > 1 and settings.decoupled):
+        if settings.newest_from_trainer:
+            inputs.newest_N = to_device(flat.staleness_N == 0, self.policy.device)
+        needs_proximal = settings.decoupled or settings.newest_from_trainer
+        if settings.kl_in_reward or (num_updates > 1 and needs_proximal):
             inputs.proximal_N = self._logprobs(flat, inputs, self.policy)
         advantages_N = self._advantages(batch, flat, inputs)
         inputs.advantage_N = to_device(advantages_N, self.policy.device).to(self._exact_dtype)

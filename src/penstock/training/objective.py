@@ -164,6 +164,9 @@ class TokenInputs:
     weight_N: Tensor
     proximal_N: Tensor | None = None  # the trainer's log-probs before the update
     reference_N: Tensor | None = None
+    newest_N: Tensor | None = (
+        None  # bool: the trainer's log-prob counts as the old one; None: nowhere
+    )
 
     @classmethod
     def from_batch(cls, flat: FlatBatch, dtype: torch.dtype, device: torch.device) -> TokenInputs:
@@ -213,6 +216,8 @@ def pack_loss(
     own_N = logprobs_N.detach()
     behaviour_N = inputs.behaviour_N[index_N]
     proximal_N = own_N if inputs.proximal_N is None else inputs.proximal_N[index_N]
+    if inputs.newest_N is not None:
+        behaviour_N = torch.where(inputs.newest_N[index_N], proximal_N, behaviour_N)
     view = TokenView(
         logprobs_N=logprobs_N,
         anchor_N=proximal_N if settings.decoupled else behaviour_N,

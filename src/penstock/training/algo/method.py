@@ -238,6 +238,7 @@ def resolve_settings(
         correction="token" if decoupled and kind == "none" else kind,
         correction_cap=config.correction.cap,
         correction_floor=config.correction.floor,
+        newest_from_trainer=config.correction.newest == "trainer",
         **overrides,
     )
 
@@ -276,6 +277,12 @@ def check_algorithm(config: Config) -> None:
         raise UserError(
             f"algorithm.kl_beta: got {settings.kl_beta} with kl_in none, "
             "allowed: 0, or kl_in loss | reward"
+        )
+    cuts = any(config.task_sampling(task).cuts_tokens for task in config.tasks)
+    if settings.newest_from_trainer and cuts:
+        raise UserError(
+            "algorithm.correction.newest: got trainer with top_k or top_p, allowed: engine, whose log-probs "
+            "alone know which tokens were cut"
         )
     if settings.kl_estimator == "k3_weighted" and settings.kl_in_reward:
         raise UserError(

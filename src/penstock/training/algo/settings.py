@@ -43,6 +43,9 @@ class AlgorithmSettings:
     correction: CorrectionKind = "none"  # importance weight: trainer against behaviour policy
     correction_cap: float = 2.0
     correction_floor: float = 0.0
+    newest_from_trainer: bool = (
+        False  # tokens of the newest weights: old log-probs are the trainer's
+    )
 
     @property
     def group_relative(self) -> bool:
