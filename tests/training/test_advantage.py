@@ -76,6 +76,8 @@ def test_a_batch_without_variance_or_without_tokens_is_zero_and_finite() -> None
     mean, deviation = advantage.batch_mean_and_deviation(advantage.moments(np.zeros(0)))
     assert (mean, deviation) == (0.0, 0.0)
     assert not advantage.standardize(np.full(3, 5.0), 5.0, 0.0).any()
+    for value in (0.7, 1e-3, 1000.3):
+        assert advantage.batch_mean_and_deviation(advantage.moments(np.full(11, value)))[1] == 0
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=12))

@@ -203,10 +203,18 @@ def test_values_out_of_range_do_not_become_a_config(fields) -> None:
             {"algorithm": {"name": "reinforce", "clip_low": 0.1}, "produce": {"max_staleness": 0}},
             ["clip_low", "no effect", "reinforce"],
         ),
+        (
+            {"algorithm": {"name": "gspo", "clip_low": 0.1}},
+            ["clip_low", "no effect", "token_truncate", "one update"],
+        ),
         ({"algorithm": {"name": "gspo", "decoupled": True}}, ["decoupled", "token_truncate"]),
         (
             {"algorithm": {"name": "reinforce_pp", "baseline": "batch_mean"}},
             ["baseline", "no effect", "normalize batch"],
+        ),
+        (
+            {"algorithm": {"name": "reinforce_pp", "baseline": "leave_one_out"}},
+            ["baseline", "no effect", "group_mean"],
         ),
         ({"algorithm": {"correction": {"cap": 3.0}}}, ["correction.cap", "correction none"]),
         (

@@ -67,8 +67,9 @@ def token_advantages(
         returns_K = _returns_to_go(flat.rollouts[members], rewards_G)
         scales_R[members] = advantage.group_scale(rewards_G, returns_K, settings)
     if settings.baseline == "batch_mean":
-        mean, _ = advantage.batch_mean_and_deviation(ranks.sum(advantage.moments(centred_R)))
-        centred_R -= mean
+        total = ranks.sum(advantage.moments(centred_R))
+        mean, deviation = advantage.batch_mean_and_deviation(total)
+        centred_R = centred_R - mean if deviation else np.zeros_like(centred_R)
     if settings.normalize == "batch_rewards":
         scales_R[:] = advantage.batch_scale(ranks.sum(advantage.moments(rewards_R)))
     advantages_N = (centred_R / scales_R)[flat.rollout_N]

@@ -64,12 +64,16 @@ def moments(values_N: np.ndarray) -> np.ndarray:
 
 
 def batch_mean_and_deviation(total: np.ndarray) -> tuple[float, float]:
-    """Mean and population deviation from summed moments; (0, 0) if the count is 0."""
+    """Mean and population deviation from summed moments; (0, 0) if the count is 0.
+
+    Moments of equal values leave a variance of some 1e-16 of their square, which is rounding and counts as none.
+    """
     count, first, second = (float(value) for value in total)
     if count == 0:
         return 0.0, 0.0
-    mean = first / count
-    return mean, float(np.sqrt(max(second / count - mean * mean, 0.0)))
+    mean, square = first / count, second / count
+    variance = square - mean * mean
+    return mean, float(np.sqrt(variance)) if variance > 1e-14 * square else 0.0
 
 
 def standardize(values_N: np.ndarray, mean: float, deviation: float) -> np.ndarray:

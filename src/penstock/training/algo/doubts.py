@@ -54,18 +54,22 @@ def _without_effect(config: Config, settings: AlgorithmSettings) -> list[str]:
         unread["filter_range"] = "filter_groups false"
     if not settings.overlong_penalty:
         unread["overlong_window"] = "overlong_penalty 0"
+    clips = ("clip_low", "clip_high", "dual_clip")
+    if settings.decoupled and config.train.mini_batches * config.train.num_epochs == 1:
+        why = f"correction {settings.correction} and one update per batch: the ratio to clip is 1"
+        unread |= dict.fromkeys(clips, why)
     if _has_no_ratio(settings):
-        unread |= dict.fromkeys(
-            ("clip_low", "clip_high", "dual_clip"), f"{settings.name}: no ratio"
-        )
+        unread |= dict.fromkeys(clips, f"{settings.name}: no ratio")
     if _method_is(settings, CISPO):
         unread["dual_clip"] = f"{settings.name}: its ratio has a bound of its own"
     if config.algorithm.correction.kind != "none" and settings.correction != "none":
         alone = config.algorithm.model_copy(update={"decoupled": False})
         if run_settings(config.model_copy(update={"algorithm": alone})) == settings:
             unread["decoupled"] = f"correction {settings.correction}, which decouples by itself"
-    if settings.baseline == "batch_mean" and settings.normalize == "batch":
+    if settings.normalize == "batch" and settings.baseline == "batch_mean":
         unread["baseline"] = "normalize batch, which subtracts the mean by itself"
+    if settings.normalize == "batch" and settings.baseline == "leave_one_out":
+        unread["baseline"] = "normalize batch: group_mean gives the same advantages"
     keys, correction = _keys_set(config.algorithm), _keys_set(config.algorithm.correction)
     lines = [
         f"algorithm.{key} has no effect with {why}" for key, why in unread.items() if key in keys
