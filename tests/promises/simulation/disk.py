@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,39 @@ class Disk:
         self.slowness = 1.0
         self.connections: list[sqlite3.Connection] = []  # of the driver, to its journal
         self.failed: set[str] = set()  # what has found no room so far
+        self.is_unsynced = False  # the next sync of the journal fails
+        self.taken = False  # the journal's files were taken away in this life of the driver
 
     def open(self, *args: Any, **kwargs: Any) -> sqlite3.Connection:
         self.connections.append(open_database(*args, **kwargs))
         return self.connections[-1]
+
+    def strike(self, kind: str, journal: Path) -> None:
+        """Let a fault happen to the journal's files: remove | replace | unsync."""
+        self.is_unsynced = self.is_unsynced or kind == "unsync"
+        self.taken = self.taken or kind != "unsync"
+        for path in journal.parent.glob(f"{journal.name}*"):
+            if kind == "remove":
+                path.unlink()
+            elif kind == "replace":
+                copy = path.with_name("copy")
+                shutil.copyfile(path, copy)
+                copy.rename(path)
+
+    def put_back(self, journal: Path) -> bool:
+        """Do what the driver's last line says; return False if the files are lost with a killed driver."""
+        taken, self.taken, self.is_unsynced = self.taken, False, False
+        rescued = journal.parent.with_name(f"{journal.parent.name}-journal-rescued.db")
+        if rescued.exists():
+            for path in journal.parent.glob(f"{journal.name}*"):
+                path.unlink()
+            rescued.rename(journal)
+            return True
+        return not taken
+
+    def fsync(self, descriptor: int) -> None:
+        if self.is_unsynced:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def driver_died(self) -> None:
         """Close the dead driver's connections; what it had not committed is lost."""
@@ -41,6 +71,16 @@ class Disk:
         if self.full == what:
             self.failed.add(what)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class SimOs:
+    """The module `os` with another fsync."""
+
+    def __init__(self, disk: Disk) -> None:
+        self.fsync = disk.fsync
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
 
 
 class _Connection:

@@ -62,6 +62,17 @@ KINDS = {
 }
 
 
+FILE_KINDS = ("remove", "replace", "unsync")  # what can happen to the journal's files
+
+
+def draw_file_faults(chance: random.Random, steps: int) -> list[Fault]:
+    """Draw a fault of the journal's files for one schedule in eight."""
+    if chance.random() > 0.125:
+        return []
+    tick = chance.randrange(1, 280 * steps)
+    return [Fault(kind=chance.choice(FILE_KINDS), target="journal", tick=tick)]
+
+
 def _draw(chance: random.Random, workers: list[str], horizon: int, before: list[Fault]) -> Fault:
     kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
     target = chance.choice(workers)

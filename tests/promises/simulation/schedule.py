@@ -27,10 +27,11 @@ from penstock.run import job, session
 from penstock.store import run_folder
 from penstock.store.journal import Journal
 from penstock.store.journal import journal as journal_module
+from penstock.store.journal import open_files
 from penstock.store.run_folder import CONFIG, RunFolder, _copy
 from penstock.workers.processes import local
 from simulation.agents import SimBridge, agent_faults
-from simulation.disk import SimWriter
+from simulation.disk import SimOs, SimWriter
 from simulation.event_loop import DriverKilled, SimLoop, Stuck, place_of
 from simulation.parts import START, digest_after
 from simulation.processes import Processes
@@ -127,6 +128,7 @@ def installed(world: World) -> Iterator[None]:
         (build, "Bridge", SimBridge),
         (journal_module, "Writer", SimWriter),
         (journal_module, "open_database", world.disk.open),
+        (open_files, "os", SimOs(world.disk)),
         (
             session,
             "signal",
@@ -191,11 +193,14 @@ def _run(world: World, trace: str | None) -> Result:
             result.lives.append(end)
             world.disk.driver_died()
             result.violations += world.violations
-            if end == "done" or result.violations:
+            is_lost = not world.disk.put_back(world.folder / "journal.db")
+            if is_lost and end != "killed":
+                result.violations.append(f"the journal is lost, and the driver ended: {end}")
+            if is_lost or end == "done" or result.violations:
                 break
         else:
             result.violations.append(f"not done after {MOST_LIVES} lives: {result.lives}")
-        if not result.violations:
+        if not result.violations and not is_lost:
             result.violations += check_journal(world)
         result.notes = notes.getvalue()
         _bury(graves)

@@ -21,7 +21,7 @@ from penstock.types import Batch, Prompt
 from simulation.agents import AGENT
 from simulation.disk import Disk
 from simulation.event_loop import SimLoop
-from simulation.faults import Fault, draw_faults
+from simulation.faults import FILE_KINDS, Fault, draw_faults, draw_file_faults
 from simulation.parts import SharedMemory, stale_rollouts
 from simulation.processes import Meeting, SimProcess
 
@@ -106,6 +106,7 @@ class World:
         ranks = self.config.launch.num_consumers
         workers += ["trainer"] if ranks == 1 else [f"trainer-{rank}" for rank in range(ranks)]
         drawn = draw_faults(self.random, workers, horizon=280 * (self.config.train.steps or 1))
+        drawn += draw_file_faults(random.Random(f"files of {seed}"), self.config.train.steps or 1)
         self.faults = drawn if faults is None else faults
         self.violations: list[str] = []
         self.happened: list[str] = []
@@ -228,7 +229,7 @@ class World:
                 self.faults[follows].after_s or 0.0, self._strike, self.faults[follows]
             )
         stops = self.config.watchdog.action == "stop" and fault.kind in ("stall", "lose")
-        if not self.is_training or stops or fault.kind in ("full", "stop"):
+        if not self.is_training or stops or fault.kind in ("full", "stop", *FILE_KINDS):
             self.excuses.append(str(fault))
         if fault.kind == "restart":
             self.loop.is_killed = True
@@ -243,6 +244,8 @@ class World:
             self.loop.call_later(fault.seconds or 1.0, self._has_room)
         elif fault.kind == "slow disk":
             self.disk.slowness = 200.0
+        elif fault.kind in FILE_KINDS:
+            self.disk.strike(fault.kind, self.folder / "journal.db")
         elif (process := self.processes.get(fault.target)) is not None:
             self._strike_process(fault, process)
 

@@ -260,40 +260,46 @@ class Journal:
 
     def check_place(self) -> None:
         """Raise if the files were removed, replaced or moved under the run; save what would be lost."""
-        if self._files is not None and self._taken_away is None:
-            what = self._files.taken_away()
-            if what:
-                self._taken_away = RunError(f"journal {self.path}: {self._describe_loss(what)}")
+        if self._writer is None or self._files is None:
+            return
+        if self._taken_away is None and (what := self._files.taken_away()):
+            saved = free_name(self._run.with_name(f"{self._run.name}-journal-rescued.db"))
+            self._taken_away = RunError(f"journal {self.path}: {self._describe_loss(what, saved)}")
+            self._writer.fail(self._taken_away)  # first: no later record is said to be durable
+            if what != "moved":
+                self.copy_to(saved)
         if self._taken_away is not None:
             raise self._taken_away
 
-    def _describe_loss(self, what: str) -> str:
+    @property
+    def _run(self) -> Path:
+        return self.path.parent
+
+    def _describe_loss(self, what: str, saved: Path) -> str:
         """What happened to the files, and the way on."""
         assert self._files is not None
-        run, place = self.path.parent, self._files.place()
         if what == "moved":
+            place = self._files.place()
             now = place.parent if place else "the place where it is now"
             return (
-                f"its run folder was moved from {run} to {now} while the run wrote it; nothing is lost; "
-                f"continue with: penstock resume {now}"
+                f"its run folder was moved from {self._run} to {now} while the run wrote it; nothing is "
+                f"lost; continue with: penstock resume {now}"
             )
-        saved = free_name(run.with_name(f"{run.name}-journal-rescued.db"))
-        self.copy_to(saved)
         return (
             f"it was {what} while the run wrote it; all records are saved in {saved}; put them back with: "
-            f"mkdir -p {run} && rm -f {self.path}* && mv {saved} {self.path}; "
-            f"then continue with: penstock resume {run}"
+            f"mkdir -p {self._run} && rm -f {self.path}* && mv {saved} {self.path}; "
+            f"then continue with: penstock resume {self._run}"
         )
 
     def close(self) -> None:
-        """Write the queued records and close; raise the error that stopped the writer, if any."""
-        try:
-            self._reader.close()
-            if self._writer is not None:
-                self._writer.close()
-        finally:
+        """Write the queued records and close; raise what stopped the writer, or a loss of the files."""
+        with contextlib.ExitStack() as closing:
             if self._files is not None:
-                self._files.close()
+                closing.callback(self._files.close)
+            if self._writer is not None:
+                closing.callback(self._writer.close)
+            closing.callback(self._reader.close)
+            self.check_place()
 
     def _refuse(self, record: records.Record | None = None) -> NoReturn:
         raise RunError(f"journal {self.path}: it was opened read-only")

@@ -22,11 +22,12 @@ class OpenFiles:
     def __init__(self, path: Path) -> None:
         self._paths = (path, path.with_name(f"{path.name}-wal"))
         self._descriptors: dict[Path, int] = {}
+        self._is_closed = False
         self._open()
 
     def _open(self) -> None:
         for path in self._paths:
-            if path not in self._descriptors and path.exists():
+            if not self._is_closed and path not in self._descriptors and path.exists():
                 self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def sync(self) -> None:
@@ -63,5 +64,6 @@ class OpenFiles:
         return place if place.exists() else None
 
     def close(self) -> None:
+        self._is_closed = True
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
