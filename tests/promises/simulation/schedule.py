@@ -25,9 +25,8 @@ from penstock.inspection.audit import audit_journal
 from penstock.rollout.agent import build
 from penstock.run import job, session
 from penstock.store import run_folder
-from penstock.store.journal import Journal
+from penstock.store.journal import Journal, open_files
 from penstock.store.journal import journal as journal_module
-from penstock.store.journal import open_files
 from penstock.store.run_folder import CONFIG, RunFolder, _copy
 from penstock.workers.processes import local
 from simulation.agents import SimBridge, agent_faults

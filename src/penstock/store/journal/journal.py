@@ -263,33 +263,13 @@ class Journal:
         if self._writer is None or self._files is None:
             return
         if self._taken_away is None and (what := self._files.taken_away()):
-            saved = free_name(self._run.with_name(f"{self._run.name}-journal-rescued.db"))
-            self._taken_away = RunError(f"journal {self.path}: {self._describe_loss(what, saved)}")
+            saved = free_name(self.path.parent.with_name(f"{self.path.parent.name}-journal-rescued.db"))
+            self._taken_away = RunError(self._files.way_on(what, saved))
             self._writer.fail(self._taken_away)  # first: no later record is said to be durable
             if what != "moved":
                 self.copy_to(saved)
         if self._taken_away is not None:
             raise self._taken_away
-
-    @property
-    def _run(self) -> Path:
-        return self.path.parent
-
-    def _describe_loss(self, what: str, saved: Path) -> str:
-        """What happened to the files, and the way on."""
-        assert self._files is not None
-        if what == "moved":
-            place = self._files.place()
-            now = place.parent if place else "the place where it is now"
-            return (
-                f"its run folder was moved from {self._run} to {now} while the run wrote it; nothing is "
-                f"lost; continue with: penstock resume {now}"
-            )
-        return (
-            f"it was {what} while the run wrote it; all records are saved in {saved}; put them back with: "
-            f"mkdir -p {self._run} && rm -f {self.path}* && mv {saved} {self.path}; "
-            f"then continue with: penstock resume {self._run}"
-        )
 
     def close(self) -> None:
         """Write the queued records and close; raise what stopped the writer, or a loss of the files."""

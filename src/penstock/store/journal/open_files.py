@@ -55,13 +55,28 @@ class OpenFiles:
                 return "moved" if ours.st_nlink else "replaced"
         return ""
 
-    def place(self) -> Path | None:
-        """Where the journal's file is now; None if the system does not say."""
+    def way_on(self, what: str, saved: Path) -> str:
+        """What happened, in a line that names the way on; `saved`: the file for the records."""
+        path, run = self._paths[0], self._paths[0].parent
+        if what == "moved":
+            now = self._place() or "the place where it is now"
+            return (
+                f"journal {path}: its run folder was moved from {run} to {now} while the run wrote it; "
+                f"nothing is lost; continue with: penstock resume {now}"
+            )
+        return (
+            f"journal {path}: it was {what} while the run wrote it; all records are saved in {saved}; put "
+            f"them back with: mkdir -p {run} && rm -f {path}* && mv {saved} {path}; then continue with: "
+            f"penstock resume {run}"
+        )
+
+    def _place(self) -> Path | None:
+        """The folder that holds the journal's file now; None if the system does not say."""
         try:
             place = Path(os.readlink(f"/proc/self/fd/{self._descriptors[self._paths[0]]}"))
         except OSError:
             return None
-        return place if place.exists() else None
+        return place.parent if place.exists() else None
 
     def close(self) -> None:
         self._is_closed = True
