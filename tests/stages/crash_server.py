@@ -56,7 +56,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
     "journal commit": [(writer.Writer, "_commit")],
     "worker start": [(process_worker.ProcessWorker, "start")],
     "worker return": [(Supervised, "_tell_of_return")],
-    "step": [(TrainerClient, "train")],
+    "step": [(TrainerClient, "train"), (RestartingTrainer, "train")],
     "take": [(Producer, "take_batch")],
     "publish": [(InProcessSync, "publish"), (RestartingTrainer, "publish")],
     "engine update": [

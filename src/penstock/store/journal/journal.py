@@ -263,7 +263,9 @@ class Journal:
         if self._writer is None or self._files is None:
             return
         if self._taken_away is None and (what := self._files.taken_away()):
-            saved = free_name(self.path.parent.with_name(f"{self.path.parent.name}-journal-rescued.db"))
+            saved = free_name(
+                self.path.parent.with_name(f"{self.path.parent.name}-journal-rescued.db")
+            )
             self._taken_away = RunError(self._files.way_on(what, saved))
             self._writer.fail(self._taken_away)  # first: no later record is said to be durable
             if what != "moved":
