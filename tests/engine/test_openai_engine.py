@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from engine_contract import CHECKS, until_running
 
+from penstock.config import ModelConfig
 from penstock.engine.openai.engine import OpenAIEngine, OpenAIOptions
 from penstock.engine.openai.server_weights import ReloadCall
 from penstock.engine.protocol import check_options
@@ -306,6 +307,19 @@ def test_every_request_sends_what_a_server_would_else_choose(tmp_path: Path) -> 
         await engine.generate(tiny.request("a"))
         for body in engine.fake.bodies:
             assert NEUTRAL.items() <= body.items()
+        await engine.close()
+
+    run(main)
+
+
+def test_a_server_is_told_every_token_that_ends_a_response(tmp_path: Path) -> None:
+    """The server knows the ends of its model, not those of the tokenizer that the run uses."""
+
+    async def main() -> None:
+        engine = ServedEngine(tmp_path, model=ModelConfig(path="demo"))
+        await engine.start()
+        await engine.generate(tiny.request("a", stop_token_ids=(9,)))
+        assert engine.fake.bodies[-1]["stop_token_ids"] == [1, 9]  # the demo's <eos>
         await engine.close()
 
     run(main)

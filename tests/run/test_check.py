@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from penstock import cli
 from penstock.config import SamplingConfig
+from penstock.config.demo import policy_path
 from penstock.config.source import load_config
 from penstock.data.identity import MACHINE
 from penstock.engine.protocol import GenerationRequest
@@ -163,6 +165,13 @@ def test_prompts_and_responses_that_do_not_fit_the_model_are_refused(server: Cra
             "tasks.train: a prompt of 7 tokens and sampling.max_tokens = 250 are 257 tokens, allowed: "
             "the model's context of 256; lower sampling.max_tokens or tasks.train.max_prompt_tokens"
         ) in server.output()
+
+
+def test_check_says_that_end_tokens_differ(server: CrashServer, tmp_path: Path) -> None:
+    model = shutil.copytree(policy_path(), tmp_path / "model")
+    (model / "generation_config.json").write_text('{"eos_token_id": 0}')
+    assert server.run("check", f"model.path={model}", FEW, *SMALL) == 0, server.output()
+    assert server.output().count("note: end tokens differ") == 1
 
 
 def test_check_says_what_would_be_found(server: CrashServer) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.config import ModelConfig
 from penstock.engine.openai.engine import OpenAIEngine, OpenAIOptions
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
 from penstock.engine.transformers.engine import TransformersEngine
@@ -336,8 +337,10 @@ class ServedEngine(OpenAIEngine):
         raw_logprobs: bool = False,
         penalty: float | None = None,
         refuses: Collection[str] = (),
+        model: ModelConfig | None = None,
         **options: object,
     ) -> None:
+        self._served_model = model
         self._new_fake = lambda: FakeServer(
             *faults,
             streams=streams,
@@ -357,7 +360,7 @@ class ServedEngine(OpenAIEngine):
             await self.fake.close()
         self.fake = self._new_fake()
         await self.fake.start()
-        super().__init__(self._make(self.fake.url), fetch=tiny.fetch)
+        super().__init__(self._make(self.fake.url), fetch=tiny.fetch, model=self._served_model)
         await super().start()
 
     async def close(self) -> None:

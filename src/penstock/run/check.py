@@ -73,7 +73,7 @@ class Rehearsal:
     trained: int = 0  # groups of the last update
     metrics: dict[str, float] = field(default_factory=dict)  # of the last update
     facts: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # of agents
+    notes: list[str] = field(default_factory=list)  # of agents and end tokens
 
     @property
     def errors(self) -> list[str]:
@@ -148,6 +148,7 @@ def _look(config: Config, data: RunData) -> Rehearsal:
     """Count and measure the data."""
     seen = Rehearsal(config=config, total_steps=count_steps(config, data.train))
     seen.facts = measure(config, data.by_key())
+    seen.notes += data.chat.end_tokens.difference(data.chat.tokenizer)
     for name, dataset in data.train.items():
         lengths = sorted(len(dataset[index].token_ids) for index in range(min(len(dataset), 1000)))
         seen.lengths[name] = (
@@ -391,6 +392,8 @@ def print_rehearsal(console: Console, seen: Rehearsal) -> int:
         table.add_row("a step", Text(_step(seen)))
         table.add_row("the run", Text(_run(seen)))
     console.print(table)
+    for note in seen.notes:
+        console.print(Text(note), soft_wrap=True)
     if seen.errors:
         console.print()
         said = f"{len(seen.errors)} responses failed, the first one: "
