@@ -417,8 +417,9 @@ class Group:
 
     @property
     def oldest_version(self) -> int | None:
-        versions = [rollout.oldest_version for rollout in self.rollouts if rollout.segments]
-        return min((version for version in versions if version is not None), default=None)
+        """The version of the oldest token of all rollouts; None without tokens."""
+        segments = [segment for rollout in self.rollouts for segment in rollout.segments]
+        return min([segment.version for segment in segments], default=None)
 
     def staleness(self, train_step: int) -> int:
         """The updates between the oldest token and the step that trains it; 0 is on-policy."""

@@ -81,7 +81,8 @@ class Observed:
 
     def total(self, name: str, count: int) -> float:
         """The sum of a metric over the newest steps, at most `count`."""
-        return sum(value for value in self.newest(name, count) if not math.isnan(value))
+        values = (_number(row.get(name)) for row in self.rows[-count:])
+        return sum(value for value in values if not math.isnan(value))
 
     def share(self, name: str, count: int) -> float:
         """Which share of the newest steps passed with a wait, as a median; NaN before `count` steps."""

@@ -62,10 +62,13 @@ class Drawn:
 
     @classmethod
     def write_all(cls, tables: GroupTable, records: Sequence[Drawn]) -> None:
-        new = [r for r in records if tables.is_new_prompt(r.task, r.prompt.prompt_id)]
-        tables.db.executemany(
-            "INSERT OR IGNORE INTO prompt_rows VALUES (?, ?, ?, ?)", map(_prompt_row, new)
-        )
+        prompts = []
+        for record in records:
+            key = (record.task, record.prompt.prompt_id)
+            if tables.is_new_prompt(*key):
+                data = encode_prompt(record.prompt)
+                prompts.append((*key, data, row_check(*key, data[-4:])))
+        tables.db.executemany("INSERT OR IGNORE INTO prompt_rows VALUES (?, ?, ?, ?)", prompts)
         tables.draw([(r.group_id, r.task, r.cursor, r.prompt.prompt_id, r.at) for r in records])
 
 
@@ -385,9 +388,3 @@ def write_in_order(tables: GroupTable, records: Sequence[Record]) -> None:
         else:
             for record in same:
                 record.write(tables)
-
-
-def _prompt_row(record: Drawn) -> tuple:
-    data = encode_prompt(record.prompt)
-    key = (record.task, record.prompt.prompt_id)
-    return (*key, data, row_check(*key, data[-4:]))

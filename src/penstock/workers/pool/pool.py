@@ -144,7 +144,7 @@ class EnginePool:
         engine.serves = state is EngineState.SERVING
         if state is EngineState.RETIRED:
             self._scheduler.count_retired()
-        if not self._any_serves():
+        if not self._in(EngineState.SERVING):
             self._requests.unqueue_all()
         self._requests.bind_queued()
         self._changed.set()
@@ -166,14 +166,11 @@ class EnginePool:
         await engine.supervised.replace(reason, traceback="\n".join(notes))
         self._lost(engine)
 
-    def _any_serves(self) -> bool:
-        return any(engine.serves for engine in self._engines)
-
     async def _until_one_serves(self, batch: PromptBatch | None = None) -> None:
         """Wait until an engine serves, or `batch` has ended; raise EnginesLost if all are dead."""
-        while not self._any_serves() and (
-            batch is None or (batch.left and not self._requests.closed)
-        ):
+        while not any(engine.serves for engine in self._engines):
+            if batch is not None and (not batch.left or self._requests.closed):
+                return
             if not self.count:
                 reasons = [engine.reason for engine in self._in(EngineState.DEAD)]
                 raise EnginesLost("no engine is left: " + "; ".join(reasons))
@@ -364,7 +361,8 @@ class EnginePool:
             if isinstance(answer, PartFailed) and not died:
                 raise answer
             return failed, died
-        self._weights.sampled(engine, answer)
+        if engine.loading is not None:
+            self._weights.sampled(engine.loading, answer)
         has_failed = any(generation.finish_reason == "error" for generation in answer)
         return answer, has_failed and not await self._is_alive(engine)
 

@@ -175,10 +175,15 @@ class Scheduler:
     def _least_busy(self, least_version: int, least_pace: float = 0.0) -> EngineLoad | None:
         """The engine with a free slot that would finish its tokens first.
 
-        One that is not measured yet counts as fast as the average.
+        One that is not measured yet counts as fast as the average. More is bound than can run, by the share
+        of bound requests that still runs: work is answered whole, and its first responses that end wait for
+        its longest one. One engine alone has a queue of its own, so everything is bound to it.
         """
         chosen, least_s = None, math.inf
-        slots, average, per_slot = self.slots, self._speed or 1.0, self._bound_per_slot()
+        slots, average = self.slots, self._speed or 1.0
+        per_slot = _AHEAD / max(_LEAST_FILL, self._fill or _UNKNOWN_FILL)
+        if len(self.engines) - self._num_retired == 1:
+            per_slot = math.inf
         for engine in self.engines:
             if not engine.serves or engine.version < least_version:
                 continue
@@ -206,16 +211,6 @@ class Scheduler:
                     fastest = pace
         waiting = self.waiting if work.is_queued else self.waiting + work.size
         return 1 / max(1 / fastest + waiting / together, _ALIKE / fastest)
-
-    def _bound_per_slot(self) -> float:
-        """How many requests to bind per slot of an engine, by the share of bound ones that still runs.
-
-        Work is answered whole: its first responses that end wait for its longest one. One engine alone has a
-        queue of its own.
-        """
-        if len(self.engines) - self._num_retired == 1:
-            return math.inf
-        return _AHEAD / max(_LEAST_FILL, self._fill or _UNKNOWN_FILL)
 
 
 def _average(before: float, newest: float) -> float:

@@ -85,17 +85,15 @@ class NewestWeights:
         self._confirm(handle.version, digest)
         return digest
 
-    def sampled(self, engine: Engine, answers: list[Generation]) -> None:
+    def sampled(self, loading: WeightHandle, answers: list[Generation]) -> None:
         """Take tokens as the confirmation of a load whose answer is late or lost.
 
         An engine labels tokens with a version only after it has compared the digest. Without this a
         run that ends here would have trained tokens of weights that no engine confirmed.
         """
-        handle = engine.loading
-        if handle is not None and any(
-            segment.version == handle.version for answer in answers for segment in answer.segments
-        ):
-            self._confirm(handle.version, handle.digest)
+        versions = {segment.version for answer in answers for segment in answer.segments}
+        if loading.version in versions:
+            self._confirm(loading.version, loading.digest)
 
     def _confirm(self, version: int, digest: str) -> None:
         if (version, digest) not in self._confirmed:  # a late engine confirms older ones again
