@@ -76,9 +76,7 @@ def test_experts_train_without_adapters_and_the_run_says_so(
     ],
 )
 def test_the_trained_model_is_the_published_model(tmp_path, kind, fields) -> None:
-    consumer = from_disk(
-        saved(tmp_path / "policy", kind, **fields), model={"lora": {"rank": 2, "dropout": 0.1}}
-    )
+    consumer = from_disk(saved(tmp_path / "policy", kind, **fields), model={"lora": {"rank": 2}})
     before, _ = own_and_published_logprobs(consumer)
     for batch in batches(3):
         consumer.train(batch)

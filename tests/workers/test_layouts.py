@@ -93,14 +93,6 @@ def test_a_run_of_tensor_ranks_is_resumed_in_another_layout(server: CrashServer)
             "train.parallel.tensor: got 2, but transformers has no tensor-parallel plan for 'gpt2'",
         ),
         (
-            (
-                "launch.num_consumers=2",
-                "train.parallel.tensor=2",
-                "model.lora={rank=2,dropout=0.1}",
-            ),
-            "model.lora.dropout: got 0.1, allowed: 0 with train.parallel",
-        ),
-        (
             ("launch.num_consumers=4", "train.parallel.pipeline=4", "train.groups_per_step=4"),
             "train.parallel.pipeline: got 4, allowed: at most the model's num_hidden_layers = 2",
         ),

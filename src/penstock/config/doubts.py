@@ -51,7 +51,7 @@ def doubts(config: Config) -> list[str]:
 
 
 _SWITCHES = (  # (table, the key that turns it on, its value when off, keys that only then have an effect)
-    ("model.lora", "rank", 0, ("alpha", "dropout", "target_modules")),
+    ("model.lora", "rank", 0, ("alpha", "target_modules")),
     ("train.ptx", "coefficient", 0.0, ("data", "sequences_per_step")),
     ("train", "schedule", "constant", ("min_lr_ratio",)),
     ("sampling.anneal", "end", None, ("steps", "episodes")),

@@ -34,6 +34,7 @@ REMOVED = {
     "*produce.retry_backoff_s": "leave it out: the first retry waits 0.1 s, each further one twice as long",
     "*produce.max_refused_in_a_row": "leave it out: the run stops after 1000 refused groups in a row",
     "*produce.should_continue_fn": "write should_continue",
+    "model.lora.dropout": "leave it out: the policy that samples has no dropout, so adapters train without",
     "train.max_bad_updates": "leave it out: the run stops after 3 skipped updates in a row",
     "launch.restart_window_s": "leave it out: launch.max_restarts counts over the last 600 s",
     "checkpoint.every_minutes": "write checkpoint.every_steps, or neither: a checkpoint every ten minutes",

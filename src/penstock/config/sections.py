@@ -70,8 +70,6 @@ class LoraConfig(Section):
     """Rank of the adapters; 0 trains all weights."""
     alpha: float = Field(32.0, gt=0)
     """Scale of the adapters."""
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout on the adapters' input."""
     target_modules: list[str] = []
     """Linear layers that get adapters, by the last parts of their names; empty: all but the head and stacked experts."""
 

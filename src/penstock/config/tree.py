@@ -249,11 +249,6 @@ def _check_parallel(config: Config) -> None:
             f"launch.num_consumers: got {ranks}, allowed: a divisor of train.groups_per_step = {groups}"
             + (f", times {copies} (train.parallel)" if copies > 1 else "")
         )
-    if copies > 1 and config.model.lora.dropout:
-        raise ValueError(
-            f"model.lora.dropout: got {config.model.lora.dropout}, allowed: 0 with train.parallel, "
-            "whose ranks would draw other masks than one rank"
-        )
     if parallel.pipeline > 1 and parallel.context > 1:
         raise ValueError(
             f"train.parallel.context: got {parallel.context}, allowed: 1 with train.parallel.pipeline"

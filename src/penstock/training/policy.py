@@ -204,16 +204,13 @@ class Policy(nn.Module):
         )
 
     def train(self, mode: bool = True) -> Policy:
-        """Turn training mode on only for the adapters' dropout and for checkpointed layers.
-
-        The policy that sampled had no dropout, so the model's own dropout is off in training too.
-        """
+        """Turn training mode on only for checkpointed layers: the policy that sampled had no dropout."""
         if self._switched is None:
             super().train(False)
             self._switched = [
                 module
-                for name, module in self.named_modules()
-                if ".lora_dropout." in name or getattr(module, "gradient_checkpointing", False)
+                for module in self.modules()
+                if getattr(module, "gradient_checkpointing", False)
             ]
         for module in self._switched:
             module.training = mode
@@ -516,7 +513,6 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
     settings: Any = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # a float scales as well
-        lora_dropout=config.dropout,
         target_modules=[f"policy.{name}" for name in names],
     )
     peft.inject_adapter_in_model(settings, plain, adapter_name=ADAPTER)

@@ -284,7 +284,6 @@ def write_adapters(checkpoint: Path, config: ModelConfig, folder: Path) -> None:
     settings = peft.LoraConfig(
         r=config.lora.rank,
         lora_alpha=config.lora.alpha,  # type: ignore[arg-type]  # a float scales as well
-        lora_dropout=config.lora.dropout,
         target_modules=layers,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
