@@ -101,7 +101,7 @@ def test_a_run_of_tensor_ranks_is_resumed_in_another_layout(server: CrashServer)
             "train.parallel.context: got 2, allowed: 1 with train.parallel.pipeline",
         ),
     ],
-    ids=["product", "heads", "no plan", "dropout", "layers", "pipeline x context"],
+    ids=["product", "heads", "no plan", "layers", "pipeline x context"],
 )
 def test_a_layout_that_cannot_work_is_refused_in_one_line(
     server: CrashServer, words: tuple[str, ...], reason: str
