@@ -103,17 +103,21 @@ class CrashServer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self.log.unlink(missing_ok=True)
+        counts = self.folder / "counts.json"
+        counts.unlink(missing_ok=True)
         request = {
             "arguments": arguments,
             "log": str(self.log),
             "faults": [*([(point, number, fault)] if point else []), *then],
-            "counts": str(self.folder / "counts.json"),
+            "counts": str(counts),
             "folders": str(self._folders),
             "directory": str(directory or self.folder),
         }
         self._process.stdin.write(json.dumps(request) + "\n")
         answer = self._process.stdout.readline()
         assert answer, "the crash server has died"
+        if point and fault != "SIGKILL" and counts.exists():
+            assert self.counts().get(point), f"no part of the driver passed {point!r}"
         return int(json.loads(answer))
 
     def train(self, name: str, *overrides: str, **death: Any) -> tuple[RunFolder, int]:
