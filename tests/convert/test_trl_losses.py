@@ -115,6 +115,31 @@ def test_a_converted_loss_has_the_gradients_of_trl(loss, scale, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
+    ("options", "correction"),
+    [
+        ({}, ("auto", 2.0, 0.0, "engine")),
+        ({"use_vllm": True}, ("sequence_mask", 3.0, 0.0, "engine")),
+        (
+            {
+                "use_vllm": True,
+                "vllm_importance_sampling_mode": "token_mask",
+                "vllm_importance_sampling_clip_max": 5.0,
+                "vllm_importance_sampling_clip_min": 0.5,
+            },
+            ("token_mask", 5.0, 0.5, "engine"),
+        ),
+        (
+            {"use_vllm": True, "vllm_importance_sampling_correction": False},
+            ("none", 2.0, 0.0, "trainer"),
+        ),
+    ],
+)
+def test_the_weight_against_vllm_is_that_of_trl(options, correction, tmp_path) -> None:
+    got = converted(tmp_path, options).algorithm.correction
+    assert (got.kind, got.cap, got.floor, got.newest) == correction
+
+
+@pytest.mark.parametrize(
     ("options", "left"),
     [
         ({"loss_type": "sapo"}, "loss_type = sapo: none of grpo, bnpo, dapo, dr_grpo, cispo"),

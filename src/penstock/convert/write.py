@@ -132,6 +132,7 @@ def _trl(conversion: Conversion) -> None:
         f"{samples} responses of all processes / {generations}",
     )
     _trl_loss(conversion)
+    _trl_correction(conversion)
     first, second = conversion.take("adam_beta1"), conversion.take("adam_beta2")
     if first is not None or second is not None:
         conversion.put("train.betas", [first or 0.9, second or 0.999])
@@ -163,6 +164,8 @@ def _trl_loss(conversion: Conversion) -> None:
         conversion.left.append(f"loss_type = {loss}: none of {allowed}, so dapo is written")
         loss = "dapo"
     said = f"loss_type = {loss}" if "loss_type" in conversion.words else "TRL's default loss, dapo"
+    if loss == "bnpo":
+        said += "; the mean is over an update, not over each micro-batch"
     conversion.put("algorithm.aggregation", _TRL_AGGREGATIONS[loss], said)
     if loss == "cispo":
         conversion.put("algorithm.name", "cispo", said)
@@ -197,6 +200,28 @@ def _trl_bounds(conversion: Conversion, name: str) -> None:
         conversion.left.append(
             f"epsilon_high = {high} with cispo: the ratio's bound is at least 1 here"
         )
+
+
+def _trl_correction(conversion: Conversion) -> None:
+    """Translate the weight of trainer against vLLM, which TRL applies by default."""
+    prefix = "vllm_importance_sampling_"
+    on = conversion.take(f"{prefix}correction", True)
+    mode = str(conversion.take(f"{prefix}mode", "sequence_mask"))
+    cap, floor = conversion.take(f"{prefix}clip_max", 3.0), conversion.take(f"{prefix}clip_min")
+    if conversion.value("engine.name", "") != "vllm":
+        return
+    if not on:
+        conversion.put("algorithm.correction.kind", "none", f"{prefix}correction = False")
+        conversion.put("algorithm.correction.newest", "trainer", "TRL's ratio begins at 1")
+        return
+    conversion.put("algorithm.correction.kind", mode, f"{prefix}mode")
+    conversion.put(
+        "algorithm.correction.cap", 1e6 if cap is None else float(cap), f"{prefix}clip_max"
+    )
+    if floor is not None and mode.endswith("mask"):
+        conversion.put("algorithm.correction.floor", float(floor), f"{prefix}clip_min")
+    elif floor is not None:
+        conversion.left.append(f"{prefix}clip_min = {floor}: a truncated weight has no floor here")
 
 
 def _verl(conversion: Conversion) -> None:
