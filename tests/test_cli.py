@@ -204,6 +204,20 @@ def test_config_shows_the_settings_that_are_asked_for(
     assert run(monkeypatch, "config", "--filter", "no such words") == 2
 
 
+def test_settings_without_effect_are_warned_of_before_a_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("algorithm.name=reinforce", "algorithm.kl_estimator=k2", "model.lora.alpha=8")
+    assert run(monkeypatch, "config", *words) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["warning:", "model.lora.alpha"],
+        ["warning:", "algorithm"],
+        ["warning:", "algorithm.kl_estimator"],
+    ]
+    assert "samples of older weights count like fresh ones" in lines[1]
+
+
 def test_a_config_without_tasks_does_not_train_the_demo(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

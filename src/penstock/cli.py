@@ -443,6 +443,7 @@ def config(
     """Print every setting as TOML that can be used again: meaning, allowed values, where it came from."""
     from penstock.config.doubts import doubts
     from penstock.config.source import config_lines
+    from penstock.training.algo.doubts import algorithm_doubts
 
     path, overrides = _split(arguments)
     loaded = load_config(path, overrides)
@@ -453,7 +454,7 @@ def config(
     for line in lines:
         style = "dim" if line.startswith("#") else "bold" if line.startswith("[") else ""
         terminal.print(Text(line, style=style), soft_wrap=True)
-    for warning in doubts(loaded.config):
+    for warning in [*doubts(loaded.config), *algorithm_doubts(loaded.config)]:
         console(stderr=True).print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
 
 

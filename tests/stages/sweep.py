@@ -30,10 +30,20 @@ from penstock.training.consumer import Consumer
 from penstock.training.parallel.ranks import Ranks, rank_share
 from penstock.training.policy import add_adapters
 from penstock.training.ptx import Text, TextStream
-from penstock.types import Batch, Group, Prompt, Rollout, Row, Score, Status, WeightHandle
+from penstock.types import (
+    Batch,
+    Group,
+    Prompt,
+    Rollout,
+    Row,
+    Score,
+    Status,
+    VersionSegment,
+    WeightHandle,
+)
 from stages.training_data import VOCABULARY, Gradients, exact_model
 
-GROUPS, SIZE, MAX_TOKENS, END = 4, 3, 12, 2
+GROUPS, SIZE, MAX_TOKENS, END, STEP = 4, 3, 12, 2, 2
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {},
     "Llama": {},
@@ -128,6 +138,8 @@ def _any_draw(number: int, choice: Choice) -> Draw:
             ),
         ),
     )
+    if choice.sometimes(0.15):
+        algorithm["correction"] = algorithm.get("correction", {}) | {"newest": "trainer"}
     sampling = {"num_generations": SIZE, "max_tokens": MAX_TOKENS} | choice.some(
         temperature=(0.6, 1.4), top_k=(6,), top_p=(0.8,), min_tokens=(4,)
     )
@@ -144,7 +156,7 @@ def _any_draw(number: int, choice: Choice) -> Draw:
         number=number,
         fields=fields,
         family=choice.of(*FAMILIES),
-        ranks=choice.of(1, 2),
+        ranks=choice.of(1, 1, 2),
         rows=rows,
         turns=rows and choice.sometimes(0.5),
         continuous=choice.sometimes(0.5),
@@ -331,7 +343,7 @@ class Engines:
                 response_ids=generation.token_ids,
                 logprobs=generation.logprobs,
                 loss_mask=np.ones(len(generation.token_ids), dtype=bool),
-                segments=tuple(dataclasses.replace(s, version=0) for s in generation.segments),
+                segments=(VersionSegment(STEP - 1, len(generation.token_ids)),),
                 temperature=sampling.temperature,
                 min_tokens=sampling.min_tokens,
                 finish_reason="stop",
@@ -350,7 +362,7 @@ class Engines:
             )
             for number, prompt in enumerate(prompts)
         ]
-        return Batch(step=1, groups=tuple(groups))
+        return Batch(step=STEP, groups=tuple(groups))
 
 
 def _score(draw: Draw, generator: np.random.Generator, number: int) -> Score:
@@ -361,15 +373,17 @@ def _score(draw: Draw, generator: np.random.Generator, number: int) -> Score:
     return Score(float(value), answer_ok=value > 0.5)
 
 
-def stale(draw: Draw, batch: Batch) -> Batch:
+def stale(draw: Draw, batch: Batch, *, attempt: int = 0) -> Batch:
     """The batch as older weights would have sampled it: log-probs moved, some responses cut, rows and turns."""
-    generator = np.random.default_rng([22, draw.number])
+    generator = np.random.default_rng([22, draw.number, attempt])
     batch = copy.deepcopy(batch)
     for number, rollout in enumerate(batch.rollouts):
         length = len(rollout.response_ids)
         noise = generator.normal(0, 0.15, length)
         noise[generator.random(length) < 0.2] *= 10
         rollout.logprobs = (rollout.logprobs + noise).astype(np.float32)
+        if length > 2:
+            rollout.segments = (VersionSegment(STEP - 2, 2), VersionSegment(STEP - 1, length - 2))
         if number % 5 == 1:
             rollout.finish_reason = "length"
         if draw.rows and number % 2 == 0 and length > 4:

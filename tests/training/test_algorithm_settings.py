@@ -213,7 +213,7 @@ def test_values_out_of_range_do_not_become_a_config(fields) -> None:
             ["baseline", "no effect", "normalize batch"],
         ),
         (
-            {"algorithm": {"name": "reinforce_pp", "baseline": "leave_one_out"}},
+            {"algorithm": {"name": "reinforce_pp_baseline", "baseline": "leave_one_out"}},
             ["baseline", "no effect", "group_mean"],
         ),
         ({"algorithm": {"correction": {"cap": 3.0}}}, ["correction.cap", "correction none"]),

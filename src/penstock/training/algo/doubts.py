@@ -68,8 +68,11 @@ def _without_effect(config: Config, settings: AlgorithmSettings) -> list[str]:
             unread["decoupled"] = f"correction {settings.correction}, which decouples by itself"
     if settings.normalize == "batch" and settings.baseline == "batch_mean":
         unread["baseline"] = "normalize batch, which subtracts the mean by itself"
-    if settings.normalize == "batch" and settings.baseline == "leave_one_out":
-        unread["baseline"] = "normalize batch: group_mean gives the same advantages"
+    baselines = {settings.baseline, algorithm_class(settings.name).defaults.baseline}
+    if settings.normalize == "batch" and baselines == {"group_mean", "leave_one_out"}:
+        unread["baseline"] = (
+            "normalize batch: group_mean and leave_one_out give the same advantages"
+        )
     keys, correction = _keys_set(config.algorithm), _keys_set(config.algorithm.correction)
     lines = [
         f"algorithm.{key} has no effect with {why}" for key, why in unread.items() if key in keys
