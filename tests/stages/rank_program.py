@@ -11,9 +11,10 @@ import torch
 
 from penstock.config import ParallelConfig
 from penstock.errors import StopRequested
+from penstock.training.adapters import add_adapters
 from penstock.training.consumer import Consumer
 from penstock.training.parallel.ranks import Ranks, rank_share
-from penstock.training.policy import add_adapters, load_for_ranks, load_policy
+from penstock.training.policy import load_for_ranks, load_policy
 from penstock.training.ptx import Text, TextStream
 from penstock.types import StepReport
 from penstock.weights.offload import HostOffload

@@ -24,11 +24,11 @@ from penstock.engine.protocol import GenerationRequest, SamplingParams
 from penstock.engine.transformers.engine import TransformersEngine
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.errors import UserError
+from penstock.training.adapters import add_adapters
 from penstock.training.algo import ALGORITHMS
 from penstock.training.algo.method import check_algorithm, run_settings
 from penstock.training.consumer import Consumer
 from penstock.training.parallel.ranks import Ranks, rank_share
-from penstock.training.policy import add_adapters
 from penstock.training.ptx import Text, TextStream
 from penstock.types import (
     Batch,

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from penstock.errors import RunError, StopRequested, UserError
+from penstock.training.adapters import add_adapters
 from penstock.training.consumer import Consumer
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.objective import TokenInputs
-from penstock.training.policy import add_adapters
 from penstock.types import Batch
 from penstock.weights.model_weights import model_digest
 from stages.training_data import (
@@ -361,8 +361,8 @@ def test_checkpointing_changes_memory_and_turns_no_dropout_on(
             tmp_path / "policy", model=adapters, train={"gradient_checkpointing": flag}
         )
         count = []
-        attention = consumer.policy.layers[0].self_attn
-        attention.register_forward_hook(lambda *_, count=count: count.append(1))
+        queries = consumer.policy.layers[0].self_attn.q_proj
+        queries.register_forward_hook(lambda *_, count=count: count.append(1))
         report = consumer.train(random_batch(1))  # new adapters change nothing
         assert report.metrics["ratio/mean"] == pytest.approx(without_dropout, rel=1e-5)
         digests.append(report.digest)

@@ -56,6 +56,19 @@ class Config(Section):
     launch: LaunchConfig = LaunchConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
 
+    @property
+    def longest_sequence(self) -> int:
+        """Most tokens of a request, prompt and response, over all tasks and evaluations."""
+        lengths = [
+            task.max_prompt_tokens + self.task_sampling(name).max_tokens
+            for name, task in self.tasks.items()
+        ]
+        lengths += [
+            task.max_prompt_tokens + self.eval_sampling(name).max_tokens
+            for name, task in self.eval.tasks.items()
+        ]
+        return max(lengths)
+
     def task_sampling(self, task: str) -> SamplingConfig:
         """[sampling] with the task's own fields laid over it."""
         return overlay(self.sampling, self.tasks[task].sampling, f"tasks.{task}.sampling")

@@ -202,7 +202,7 @@ def _layer(
         family, weights, index, step, tables, _norm(family, x_RD, before_attention)
     )
     if kept_K is not None:
-        x_RD, mixed_RN = x_RD[kept_K], mixed_RN[kept_K]
+        x_RD, mixed_RN = x_RD.index_select(0, kept_K), mixed_RN.index_select(0, kept_K)
     x_RD = _add(family, x_RD, _norm(family, weights.out(mixed_RN), after_attention))
     normed_RD = _norm(family, x_RD, before_mlp)
     if isinstance(weights.mlp, ExpertWeights):
@@ -333,7 +333,7 @@ def _mix_experts(family: Family, weights: ExpertWeights, x_RD: Tensor, row_multi
     for expert in expert_RC.unique().tolist():
         token_M, choice_M = torch.where(expert_RC == expert)
         padding = -len(token_M) % row_multiple
-        x_MD = functional.pad(x_RD[token_M], (0, 0, 0, padding))
+        x_MD = functional.pad(x_RD.index_select(0, token_M), (0, 0, 0, padding))
         inner_MI = _gated(family, row, weights.gates[expert](x_MD))
         output_MD = weights.down[expert](inner_MI)[: len(token_M)]
         added_MD = output_MD * weight_RC[token_M, choice_M, None]

@@ -26,7 +26,12 @@ HALF_TOLERANCE = 0.2  # mean difference in half precision, where rounding alone 
 
 def check_decoder(model: Any, family: Family, weights: Weights, longest: int) -> None:
     """Refuse a model whose log-probs the decoder does not give; `longest` is the run's longest sequence."""
-    for length, layers in check_lengths(family, longest):
+    lengths = [(long_length(family, longest), kinds_end(family))]
+    if not rotation_length(family, longest):
+        lengths.append((min(SHORT, longest), len(family.layers)))
+    for length, layers in lengths:
+        if not length:
+            continue
         ids_T = check_ids(len(weights.embedding), length).to(weights.embedding.device)
         cut = Weights(
             embedding=weights.embedding,
@@ -53,19 +58,23 @@ def check_decoder(model: Any, family: Family, weights: Weights, longest: int) ->
             )
 
 
-def check_lengths(family: Family, longest: int) -> list[tuple[int, int]]:
-    """(tokens, layers) of the sequences to check."""
-    windows = [layer.window for layer in family.layers if layer.window is not None]
-    changes = [rope.changes_at for rope in family.ropes.values() if rope.changes_at is not None]
-    reached = [length for length in (*windows, *changes) if length < longest]
-    lengths = []
-    # eager models turn a short sequence otherwise than the run does, if the run's are longer
-    if not any(length < longest for length in changes):
-        lengths.append((min(SHORT, longest), len(family.layers)))
-    if reached and max(reached) >= SHORT:
-        kinds = {layer: -index for index, layer in reversed(list(enumerate(family.layers)))}
-        lengths.append((min(max(reached) + SHORT, longest), 1 - min(kinds.values())))
-    return lengths
+def kinds_end(family: Family) -> int:
+    """How many of the first layers hold every kind of layer."""
+    return 1 + max(family.layers.index(layer) for layer in family.layers)
+
+
+def rotation_length(family: Family, longest: int) -> int:
+    """The length beyond which the unchanged model turns as a run of `longest` does; 0: it always does."""
+    changes = [rope.changes_at for rope in family.ropes.values()]
+    return max((length for length in changes if length is not None and length < longest), default=0)
+
+
+def long_length(family: Family, longest: int) -> int:
+    """The length of a sequence that outgrows all that a run of `longest` can outgrow; 0: nothing."""
+    windows = [layer.window for layer in family.layers]
+    reached = [length for length in windows if length is not None and SHORT <= length < longest]
+    outgrown = max([*reached, rotation_length(family, longest)], default=0)
+    return min(outgrown + SHORT, longest) if outgrown else 0
 
 
 def check_ids(vocabulary: int, length: int) -> Tensor:

@@ -98,6 +98,13 @@ def add_end_ids(model: Any, ids: Iterable[int]) -> None:
         model.generation_config.eos_token_id = list(ends)
 
 
+def exact_attention(model: Any) -> str:
+    """The attention of an unchanged model: eager, where the fused one would drop a soft cap in silence."""
+    cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    implementation: str = model.config._attn_implementation
+    return implementation if cap is None else "eager"
+
+
 def end_ids(model: Any) -> tuple[int, ...]:
     """The ids that end a response of this model; the engine bans them up to min_tokens."""
     for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UserError
-from penstock.model.attention import can_use_flash, plain_attention
+from penstock.model.attention import AttentionCall, can_use_flash, plain_attention
 
 ATTENTION_NAME = "penstock_packed"
 
@@ -74,7 +74,7 @@ def register() -> None:
 
 
 def packed_attention(
-    module: torch.nn.Module,
+    module: torch.nn.Module | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -120,6 +120,30 @@ def packed_attention(
         outputs.append(output_BHLD.transpose(1, 2).flatten(0, 1))
     joined_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined_THD[None], None
+
+
+class PackedStep:
+    """The `Step` of one pass over a packed row."""
+
+    def __init__(self, layout: PackLayout) -> None:
+        self._layout = layout
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Do nothing: a pass has all its keys and values."""
+
+    def attend(self, layer: int, call: AttentionCall) -> Tensor:
+        return packed_attention(
+            None,
+            call.query,
+            call.key,
+            call.value,
+            None,
+            pack_layout=self._layout,
+            scaling=call.scale,
+            sliding_window=call.window,
+            softcap=call.softcap,
+            s_aux=call.sinks,
+        )[0]
 
 
 def _by_block(

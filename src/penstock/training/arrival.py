@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.model.transfer import HostCopy
+from penstock.training.adapters import ADAPTER, adapter_names
 from penstock.training.dither import HALF_FORMATS, Place
 from penstock.training.optimizer import Masters
 from penstock.training.parallel.sharding import local
-from penstock.training.policy import ADAPTER, Policy, adapter_names
+from penstock.training.policy import Policy
 
 Sample = tuple[Tensor, Tensor]  # the exact numbers of all tensors, and the published ones
 _MOST_NUMBERS = 1 << 16  # of each tensor

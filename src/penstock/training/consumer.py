@@ -31,6 +31,7 @@ from penstock.model.arithmetic import arithmetic_of
 from penstock.model.loading import compute_dtype
 from penstock.model.stored_weights import StoredWeights
 from penstock.model.transfer import HostCopy, to_device
+from penstock.training.adapters import add_adapters
 from penstock.training.algo import kl
 from penstock.training.algo.method import algorithm_class, run_settings
 from penstock.training.arrival import Arrival
@@ -67,7 +68,6 @@ from penstock.training.parallel.pipeline import Sampling, run_passes
 from penstock.training.parallel.ranks import Ranks, digest_over
 from penstock.training.policy import (
     Policy,
-    add_adapters,
     load_for_ranks,
     load_policy,
     trainer_device,
@@ -127,8 +127,11 @@ class Consumer:
         self.settings = run_settings(config)
         self.algorithm = algorithm_class(config.algorithm.name)(self.settings)
         self._joins_rows = joins_tokens(self.algorithm)
-        self.reference = None if reference is None else Policy(reference)
-        self.policy = Policy(model)
+        make_policy = functools.partial(
+            Policy, longest=config.longest_sequence, is_whole=self.ranks.world == 1
+        )
+        self.reference = None if reference is None else make_policy(reference)
+        self.policy = make_policy(model)
         self.adapters = self.policy.describe_adapters() if config.model.lora.rank else ""
         for policy, path in self._policies():
             check_loaded(policy, path, stored if policy is self.policy else None, self.ranks)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from penstock.model.exponentials import exp_into
+from penstock.model.families import Family
 from penstock.training.parallel.collectives import all_max, all_sum
 from penstock.training.parallel.ranks import Axis
 
@@ -40,8 +41,11 @@ class LogitRule:
     softcap: float | None = None
 
     @classmethod
-    def from_config(cls, config: Any) -> LogitRule:
-        """Read the rule from a transformers config; models have several names for it."""
+    def of(cls, model: Any, family: Family | None) -> LogitRule:
+        """The rule of a model: its family's, or read from its config, which has several names for it."""
+        if family is not None:
+            return cls(scale=family.logit_scale, softcap=family.logit_cap)
+        config = model.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
         divisor = getattr(config, "logits_scaling", None) or getattr(
             config, "logits_mup_width_multiplier", None

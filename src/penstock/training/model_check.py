@@ -2,14 +2,15 @@
 
 A few short sequences, two of which share a context, are scored by the unchanged model, each alone,
 and by the policy, packed. A model that mixes packed sequences (convolutions, state-space layers) trains
-one sequence per forward pass; a model whose log-probs the policy cannot give is refused. Attention windows
-longer than these sequences are not covered here; tests/training/test_architectures.py covers windows for
-every architecture.
+one sequence per forward pass; a model whose log-probs the policy cannot give is refused. If the run's
+sequences can outgrow a window of a family, the first layers score one that is longer; windows of other types
+are covered by tests/training/test_architectures.py.
 `lay_out` divides a checked model over the ranks of one copy, and checks that this changed nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -21,6 +22,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import UserError
+from penstock.model.decoder_check import (
+    HALF_TOLERANCE,
+    TOLERANCE,
+    check_ids,
+    difference,
+    first_layers,
+    kinds_end,
+    long_length,
+    rotation_length,
+    token_logprobs,
+)
 from penstock.model.stored_weights import StoredWeights
 from penstock.training.pack import Pack, make_pack
 from penstock.training.parallel.collectives import all_max
@@ -34,8 +46,6 @@ log = logging.getLogger(__name__)
 
 LENGTHS = (9, 5, 11, 11)  # two of one length, so that packed attention sees a block
 CONTEXT = 3  # tokens that are not scored; the first two sequences share them
-TOLERANCE = 1e-3  # largest difference of a log-prob in float32
-HALF_TOLERANCE = 0.2  # mean difference in half precision, where rounding alone gives up to 0.1
 HALF_LEAK = 0.02  # mean difference in half precision when only other sequences of the pack change
 
 
@@ -47,9 +57,7 @@ def check_model(policy: Policy, path: str) -> None:
     policy.train(False)
     with torch.no_grad():
         try:
-            policy.pack_sequences(False)
-            plain_N = _plain_logprobs(policy, sequences)
-            reason = _packing_fault(policy, sequences, plain_N)
+            plain_N, reason = _compare(policy, sequences)
             if reason is not None:
                 policy.pack_sequences(False)
                 gap, exact = _difference(policy, _policy_logprobs(policy, sequences), plain_N)
@@ -65,6 +73,7 @@ def check_model(policy: Policy, path: str) -> None:
     if not _difference(policy, whole_N[:count], prefix_N[:count])[1]:
         raise UserError(f"{name}, in which tokens see the tokens after them, allowed: a causal LM")
     if reason is None:
+        _check_long(policy, name)
         return
     if not exact:
         raise UserError(
@@ -72,6 +81,44 @@ def check_model(policy: Policy, path: str) -> None:
             "logits are a linear function of its last hidden states"
         )
     log.warning("%s: %s, so the trainer runs one sequence per forward pass", name, reason)
+
+
+def _compare(policy: Policy, sequences: list[np.ndarray]) -> tuple[Tensor, str | None]:
+    """The unchanged model's log-probs, and why the policy cannot pack sequences; None: it can.
+
+    A run of sequences beyond the length at which the rotation changes uses the other one from the first
+    token. The unchanged model does so in sequences as long, which the first layers compute.
+    """
+    layers = len(policy.layers)
+    filler = 0
+    if policy.decodes and policy.family is not None:
+        filler = rotation_length(policy.family, policy.longest)
+        layers = kinds_end(policy.family) if filler else layers
+    with first_layers(policy.model, layers) if filler else contextlib.nullcontext():
+        policy.pack_sequences(False)
+        plain_N = _plain_logprobs(policy, sequences, filler)
+        return plain_N, _packing_fault(policy, sequences, plain_N)
+
+
+def _check_long(policy: Policy, name: str) -> None:
+    """Refuse a family whose sequences beyond a window are not the unchanged model's."""
+    if policy.family is None:
+        return
+    length = long_length(policy.family, policy.longest)
+    if not length:
+        return
+    vocabulary = policy.model.get_input_embeddings().weight.shape[0]
+    sequences = [check_ids(vocabulary, length).numpy()]
+    with torch.no_grad(), first_layers(policy.model, kinds_end(policy.family)):
+        policy.pack_sequences(False)
+        plain_N = _plain_logprobs(policy, sequences)
+        policy.pack_sequences(True)
+        gap, exact = _difference(policy, _policy_logprobs(policy, sequences), plain_N)
+    if not exact:
+        raise UserError(
+            f"{name}, whose log-probs the trainer would miss by {gap:.2g} in a sequence of {length} tokens, "
+            f"allowed: a model of type {policy.model.config.get_text_config().model_type} with unchanged layers"
+        )
 
 
 def check_loaded(policy: Policy, path: str, stored: StoredWeights | None, ranks: Ranks) -> None:
@@ -191,15 +238,18 @@ def _reversed(ids: np.ndarray) -> np.ndarray:
     return np.concatenate([ids[:CONTEXT], ids[CONTEXT:][::-1]])
 
 
-def _plain_logprobs(policy: Policy, sequences: list[np.ndarray]) -> Tensor:
-    """The unchanged model's log-probs of the sequences, each alone, laid end to end."""
+def _plain_logprobs(policy: Policy, sequences: list[np.ndarray], filler: int = 0) -> Tensor:
+    """The unchanged model's log-probs of the sequences, each alone, laid end to end.
+
+    `filler` tokens after a sequence make it longer and change nothing else.
+    """
     rows = []
     for ids in sequences:
         ids_T = torch.from_numpy(ids).to(policy.device)
-        logits_TV = policy.model(input_ids=ids_T[None], use_cache=False).logits[0, CONTEXT - 1 : -1]
-        scores_TV = logits_TV.to(torch.float64).log_softmax(-1)
-        rows.append(scores_TV.gather(1, ids_T[CONTEXT:, None])[:, 0])
-    return torch.cat(rows).cpu()
+        longer_T = torch.nn.functional.pad(ids_T, (0, filler), value=int(ids[0]))
+        logits_TV = policy.model(input_ids=longer_T[None], use_cache=False).logits[0]
+        rows.append(token_logprobs(logits_TV[: len(ids)], ids_T)[CONTEXT - 1 :])
+    return torch.cat(rows)
 
 
 def _policy_logprobs(
@@ -227,14 +277,8 @@ def _at_ones(ones_N: Tensor, _: Pack) -> tuple[Tensor, None]:
     return ones_N, None
 
 
-def _difference(policy: Policy, own_N: Tensor, plain_N: Tensor) -> tuple[float, bool]:
-    """(difference of the log-probs, whether it is within the rounding of the model's format)."""
-    difference_N = (own_N - plain_N).abs()
-    if policy.model.dtype in (torch.bfloat16, torch.float16):
-        gap = float(difference_N.mean())
-        return gap, gap <= HALF_TOLERANCE
-    gap = float(difference_N.max())
-    return gap, gap <= TOLERANCE
+def _difference(policy: Policy, actual_N: Tensor, plain_N: Tensor) -> tuple[float, bool]:
+    return difference(actual_N, plain_N, policy.model.dtype)
 
 
 def _first_line(error: Exception) -> str:

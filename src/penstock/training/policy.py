@@ -1,7 +1,7 @@
 """The policy: a transformers causal LM that scores packed sequences, and the weights it publishes.
 
 Everything that needs the whole model happens inside one forward call, so a sharded model gathers its
-weights once. Also here: loading, low-rank adapters, sharding, and the names and format under which
+weights once. Also here: loading, sharding, and the names and format under which
 weights leave for the engines. `optimizer.py` changes the weights.
 """
 
@@ -19,15 +19,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.config import LoraConfig, ModelConfig
+from penstock.config import ModelConfig
 from penstock.config.demo import resolve_model_path
 from penstock.data.chat import response_end_ids
 from penstock.errors import UserError
 from penstock.model import packed_attention
-from penstock.model.loading import add_end_ids, choose_device, end_ids, format_of, load_causal_lm
+from penstock.model.decoder import ModuleProducts, hidden_states, read_weights
+from penstock.model.families import family_of
+from penstock.model.loading import (
+    add_end_ids,
+    choose_device,
+    end_ids,
+    exact_attention,
+    format_of,
+    load_causal_lm,
+)
 from penstock.model.norms import fuse_norms, restore_norms
 from penstock.model.parallel_plan import check_stages, tensor_plan
 from penstock.model.stored_weights import StoredWeights, build
+from penstock.training.adapters import ADAPTER, adapter_names
 from penstock.training.dither import HALF_FORMATS, WHOLE, Place, dither_, dither_key
 from penstock.training.logprobs import (
     AddProduct,
@@ -44,21 +54,26 @@ from penstock.training.parallel.sharding import Sharding, split_modules, split_o
 from penstock.training.parallel.tensor_parallel import cut_model
 from penstock.waits import tell_stage
 
-ADAPTER = "default"
 FUSED = ("gated mlp", "rotary", "joint qkv", "norm")  # kinds of layers that are one kernel on a GPU
 
 
 class Policy(nn.Module):
     """A causal language model that scores packed sequences.
 
-    Without `packs` every pack must hold one sequence, and the model runs unchanged.
+    Without `packs` every pack must hold one sequence, and the model runs unchanged. A family on a CPU, in
+    one rank, runs through the decoder of `penstock.model.decoder`; `longest` is the run's longest sequence.
     """
 
     packs: bool
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, longest: int | None = None, is_whole: bool = True) -> None:
         super().__init__()
         self.model = model
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.longest = min(filter(None, (longest, positions)), default=0)
+        self.family = family_of(model.config, self.longest)
+        self._is_whole = is_whole  # no rank has a part of the model
+        self._checkpoints = False
         self.merge_seed: int | None = None  # of the dither under merged adapters; None: no dither
         self.sharding = Sharding(Ranks())
         self.head_share: VocabularySlice | None = None  # None: all of the vocabulary
@@ -68,9 +83,9 @@ class Policy(nn.Module):
         self._masters: Mapping[int, nn.Parameter] = {}  # of parameters by their ids
         self._joint_layers = -1  # how many run as one function each; -1: not tried yet
         self._add_to_head: AddProduct | None = None  # None: the head has a gradient of its own
-        self.rule = LogitRule.from_config(model.config.get_text_config())
+        self.rule = LogitRule.of(model, self.family)
         self.end_ids = end_ids(model)
-        self._own_attention = model.config._attn_implementation
+        self._own_attention = exact_attention(model)
         assert self._own_attention != packed_attention.ATTENTION_NAME, "one policy per model"
         self.pack_sequences(True)
 
@@ -84,7 +99,10 @@ class Policy(nn.Module):
             _end_pass().restore(self.model)
             self._add_to_head = None
             kernels.restore_layers(self.model)
-        if packs and self.model.dtype != torch.float64:  # transformers' norms round to float32
+        if self.decodes:
+            self.model.set_attn_implementation(self._own_attention)
+            return
+        if packs:
             fuse_norms(self.model)
             if kernels is not None and not self._compiles:
                 alone = self.sharding.ranks.world == 1  # else each of q, k and v is cut by itself
@@ -113,6 +131,12 @@ class Policy(nn.Module):
                 line = f"{count} of {layers} layers train as one function each"  # others are slower
                 print(f"trainer on {self.device}: {line}", file=sys.stderr, flush=True)
             self._add_to_head = _end_pass().install(self.model, self._masters, steps)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the decoder computes packed sequences, else the model's own layers."""
+        on_cpu = self.device.type == "cpu" and not self._compiles
+        return self.packs and self.family is not None and self._is_whole and on_cpu
 
     @property
     def body(self) -> nn.Module:
@@ -158,6 +182,8 @@ class Policy(nn.Module):
         early_N: Tensor | None,
         hidden: Tensor | None = None,
     ) -> Any:
+        if self.decodes:
+            return self._logprobs(self._decode(pack), pack, temperatures_N, early_N)
         packing: dict[str, Any] = {}
         if self.packs:
             attention = self.model.config._attn_implementation
@@ -175,6 +201,24 @@ class Policy(nn.Module):
         if not self.sharding.stages.is_last:
             return output.last_hidden_state
         hidden_ND = output.last_hidden_state[0].index_select(0, pack.predictor_N)
+        return self._logprobs(hidden_ND, pack, temperatures_N, early_N)
+
+    def _decode(self, pack: Pack) -> Tensor:
+        """The hidden states of the pack's predictors, by the decoder."""
+        assert self.family is not None
+        return hidden_states(
+            self.family,
+            read_weights(self.model, self.family, ModuleProducts()),
+            packed_attention.PackedStep(pack.layout),
+            pack.input_ids_T,
+            pack.position_ids_T,
+            pack.predictor_N,
+            checkpoints=self._checkpoints,
+        )
+
+    def _logprobs(
+        self, hidden_ND: Tensor, pack: Pack, temperatures_N: Tensor, early_N: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
         with torch.autocast(hidden_ND.device.type, enabled=False):
@@ -226,7 +270,7 @@ class Policy(nn.Module):
                 f"train.gradient_checkpointing: got true with {type(self.model).__name__}, which has "
                 "no layers that can be checkpointed, allowed: false"
             )
-        self._switched = None
+        self._switched, self._checkpoints = None, True
         for layer in layers:
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = functools.partial(_checkpointed, layer)
@@ -408,12 +452,6 @@ class Policy(nn.Module):
         return exact
 
 
-def adapter_names(base_name: str) -> tuple[str, str]:
-    """The names of the two adapters of the layer with this base weight: input and output side."""
-    stem = base_name.removesuffix("base_layer.weight")
-    return f"{stem}lora_A.{ADAPTER}.weight", f"{stem}lora_B.{ADAPTER}.weight"
-
-
 def _checkpointed(layer: nn.Module, call: Callable[..., Any], *inputs: Any) -> Any:
     """Call a layer in evaluation mode, without its dropout, and keep only its inputs for backward.
 
@@ -494,66 +532,3 @@ def load_for_ranks(
             add_end_ids(built[0], response_end_ids(config))
             return built
     return load_policy(config.path, config, dtype), None
-
-
-def add_adapters(model: Any, config: LoraConfig) -> None:
-    """Put low-rank adapters on the linear layers, and freeze everything else."""
-    try:
-        import peft
-    except ImportError as error:
-        raise UserError(
-            f"model.lora.rank: got {config.rank}, but peft is not installed, "
-            "allowed: 0, or pip install 'penstock[lora]'"
-        ) from error
-
-    # peft knows some mixtures of experts by their config and would put what is meant for dense and shared
-    # layers on the experts' stacked parameters, which are not published; inside a plain module it does not.
-    plain = nn.ModuleDict({"policy": model})
-    names = _adapted_names(model, config.target_modules)
-    settings: Any = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # a float scales as well
-        target_modules=[f"policy.{name}" for name in names],
-    )
-    peft.inject_adapter_in_model(settings, plain, adapter_name=ADAPTER)
-    _draw_in_float32(model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-
-
-def _draw_in_float32(model: Any) -> None:
-    """Draw the adapters again at full precision: peft rounds them to the format of their layer."""
-    for module in model.modules():
-        if hasattr(module, "lora_A"):
-            for name in module.adapter_layer_names:
-                adapters = getattr(module, name)
-                for adapter in adapters.parameters():
-                    adapter.data = adapter.data.to(
-                        torch.promote_types(adapter.dtype, torch.float32)
-                    )
-            module.reset_lora_parameters(ADAPTER, True)
-
-
-def _adapted_names(model: Any, targets: list[str]) -> list[str]:
-    """The full names of the linear layers that get adapters; refuse every other module.
-
-    The head is refused because the trainer reads its weight and would pass its adapter by; an
-    embedding, because a tied head would publish the embedding's adapter and train without it.
-    """
-    from transformers.pytorch_utils import Conv1D
-
-    head = model.get_output_embeddings()
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
-    ]
-    names = {target: [n for n in linear if f".{n}".endswith(f".{target}")] for target in targets}
-    unknown = [target for target, layers in names.items() if not layers]
-    if unknown or not linear:
-        allowed = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
-        raise UserError(
-            f"model.lora.target_modules: got {unknown or targets}, allowed: linear layers of "
-            f"{type(model).__name__} other than its head ({allowed})"
-        )
-    return sorted({name for layers in names.values() for name in layers}) or linear

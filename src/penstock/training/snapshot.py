@@ -31,10 +31,11 @@ from penstock.data.chat import load_tokenizer
 from penstock.errors import RunError, UserError
 from penstock.model.loading import quiet_transformers
 from penstock.model.transfer import to_host
+from penstock.training.adapters import ADAPTER
 from penstock.training.optimizer import LossScale, Masters
 from penstock.training.parallel.ranks import Ranks
 from penstock.training.parallel.sharding import Part, Sharding
-from penstock.training.policy import ADAPTER, Policy
+from penstock.training.policy import Policy
 from penstock.training.ptx import TextStream
 from penstock.weights.offload import HostOffload
 

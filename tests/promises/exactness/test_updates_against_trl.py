@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.training.adapters import add_adapters
 from penstock.training.algo.method import resolve_settings
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.objective import TokenInputs
 from penstock.training.optimizer import Outcome
-from penstock.training.policy import add_adapters
 from penstock.types import Batch
 from stages.training_data import config_of, consumer_of, random_batch, relative_gap, tiny_model
 from stages.trl_run import END, Updates, run_trl

@@ -41,14 +41,6 @@ class Load:
         """The load of engine `index` on a machine with so many visible GPUs."""
         launch, tasks = config.launch, config.tasks
         samplings = [config.task_sampling(task) for task in tasks]
-        longest = [
-            task.max_prompt_tokens + sampling.max_tokens
-            for task, sampling in zip(tasks.values(), samplings, strict=True)
-        ]
-        longest += [
-            task.max_prompt_tokens + config.eval_sampling(name).max_tokens
-            for name, task in config.eval.tasks.items()
-        ]
         groups = config.train.groups_per_step * max(_steps_ahead(config, task) for task in tasks)
         requests = groups * max(sampling.num_generations for sampling in samplings)
         engines, beside = 1, False
@@ -64,7 +56,7 @@ class Load:
             engines = round(1 / share)
         return cls(
             requests=math.ceil(requests / launch.num_producers),
-            longest=max(longest),
+            longest=config.longest_sequence,
             engines=engines,
             beside_trainer=beside,
         )
