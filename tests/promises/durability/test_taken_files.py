@@ -112,7 +112,7 @@ def test_a_checkpoint_of_other_weights_is_set_aside(
 ) -> None:
     """It came from another run, or it could not be read while its step was redone with other bits."""
     run = copy_of(killed, tmp_path / "run")
-    other, code = server.train("other", *SYNC, "seed=7", "train.steps=4")
+    other, code = server.train("of-other-weights", *SYNC, "seed=7", "train.steps=4")
     assert code == 0, server.output()
     for path in run.checkpoints.glob("step-*"):
         if path.name != "step-2":
