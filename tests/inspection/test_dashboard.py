@@ -25,7 +25,7 @@ from penstock.inspection.dashboard.shown_run import ShownRun, ShownRuns, odd_fil
 from penstock.inspection.record import RunRecord, read_run
 from penstock.inspection.runs import RunLine
 from penstock.store.journal import Journal
-from penstock.store.run_folder import RunFolder, _take_lock
+from penstock.store.run_folder import RunFolder
 from stages.dashboard_server import Client, serving
 from stages.made_run import GROUP_SIZE, make_run, metrics_of
 
@@ -467,10 +467,10 @@ def test_a_run_begins_although_somebody_looks_at_its_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A look takes the lock, shared, for a moment; a run that begins just then was refused."""
-    path = tmp_path / "lock"
+    run, path = RunFolder(tmp_path), tmp_path / "lock"
     path.touch()
     real, tries = fcntl.flock, []
-    with path.open("rb") as look, path.open("rb") as beginning:
+    with path.open("rb") as look:
         real(look, fcntl.LOCK_SH)
 
         def flock(descriptor: int, kind: int) -> None:
@@ -479,9 +479,11 @@ def test_a_run_begins_although_somebody_looks_at_its_lock(
                 real(look, fcntl.LOCK_UN)  # the look is over
             real(descriptor, kind)
 
-        monkeypatch.setattr("fcntl.flock", flock)
-        assert _take_lock(beginning.fileno())
-        assert not _take_lock(look.fileno())  # another run holds it
+        monkeypatch.setattr("penstock.store.run_folder.flock", flock)
+        with run.lock():
+            assert len(tries) > 6
+            with pytest.raises(UserError), run.lock():  # another run holds it
+                pass
 
 
 def test_a_run_that_ends_by_an_error_was_not_killed(tmp_path: Path) -> None:

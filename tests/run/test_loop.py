@@ -51,7 +51,7 @@ def test_no_engine_is_asked_between_an_update_and_its_commit() -> None:
             read_metrics=lambda: {"produced/groups": 3.0},
         ),
         journal=SimpleNamespace(commit_step=commit),
-        workers=SimpleNamespace(restarts=0),
+        workers=SimpleNamespace(supervised={}),
         log_step=lambda batch, report: None,
         status=SimpleNamespace(doing=lambda activity: None),
         checkpoints=SimpleNamespace(due=lambda step: False),
@@ -69,7 +69,8 @@ def test_weights_of_another_version_than_the_step_are_not_published() -> None:
     async def publish() -> WeightHandle:
         return WeightHandle(version=1, digest="d", kind="in_process")
 
-    async def pinned() -> None: ...
+    pinned = asyncio.Event()
+    pinned.set()
 
     job = SimpleNamespace(
         trainer=SimpleNamespace(publish=publish),
