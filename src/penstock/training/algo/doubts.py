@@ -6,12 +6,18 @@ What cannot be trained is refused by `check_algorithm`; the other sections' doub
 from __future__ import annotations
 
 from penstock.config import Config, Section
+from penstock.training.algo import ALGORITHMS
 from penstock.training.algo.method import CISPO, Reinforce, algorithm_class, run_settings
 from penstock.training.algo.settings import AlgorithmSettings
 
 
 def algorithm_doubts(config: Config) -> list[str]:
-    """A line for each setting that has no effect, and for each pair that biases the gradient."""
+    """A line for each setting that has no effect, and for each pair that biases the gradient.
+
+    None for an algorithm of the user's own: `penstock config` may show a stranger's file, and runs no code of it.
+    """
+    if config.algorithm.name not in ALGORITHMS:
+        return []
     settings = run_settings(config)
     return [*_biases(config, settings), *_without_effect(config, settings)]
 
