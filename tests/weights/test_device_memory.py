@@ -21,7 +21,7 @@ import torch
 from hypothesis import settings
 
 from penstock.errors import WeightsGone
-from penstock.weights import buffer, device_memory
+from penstock.weights import buffer
 from penstock.weights.device_memory import DeviceHandle, DeviceMemory, OpenedMemory, share_on_device
 from penstock.weights.shared_memory import SharedMemorySync
 from stages.publications import Publications, holds, weights
@@ -64,7 +64,7 @@ def memory() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type != "cuda":
             patch.setattr(buffer, "DeviceMemory", StandInMemory)
-            patch.setattr(device_memory, "OpenedMemory", StandInOpened)
+            patch.setattr(buffer, "OpenedMemory", StandInOpened)
         yield
 
 

@@ -388,8 +388,8 @@ class _TaskParts:
 async def _producer(parts: _TaskParts, total_steps: int) -> Producer:
     config, tasks = parts.config, []
     buffer = ReplayBuffer(max_groups_per_task=config.produce.max_buffered_groups)
-    for name, dataset in parts.data.train.items():
-        produce = config.task_produce(name)
+    for name in config.tasks:
+        dataset, produce = parts.data.train[name], config.task_produce(name)
         sampling = _with_anneal_steps(config, name, len(dataset))
         task = make_task(
             config,
