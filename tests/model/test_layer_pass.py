@@ -41,6 +41,12 @@ MODELS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let policies run the model's own layers, as on a GPU; on a CPU the decoder would compute."""
+    monkeypatch.setattr(Policy, "decodes", False)
+
+
 def identity(model: nn.Module) -> dict[int, nn.Parameter]:
     return {id(one): one for one in model.parameters()}
 
