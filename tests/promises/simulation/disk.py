@@ -37,7 +37,7 @@ class Disk:
     def strike(self, kind: str, journal: Path) -> None:
         """Let a fault happen to the journal's files: remove | replace | unsync."""
         self.is_unsynced = self.is_unsynced or kind == "unsync"
-        self.taken = self.taken or kind != "unsync"
+        self.taken = self.taken or (kind != "unsync" and bool(self.connections))
         for path in journal.parent.glob(f"{journal.name}*"):
             if kind == "remove":
                 path.unlink()

@@ -97,6 +97,7 @@ class EnginePool:
         self._least_version = 0  # the oldest weights that new requests may be generated with
         self._after_update: list[Callable[[], Awaitable[None]]] = []  # called once
         self._scaling = asyncio.Lock()
+        self._is_closed = False
         self._switching = asyncio.Lock()  # held to load weights, to join, to fall asleep, to wake
         self._gpu_released = asyncio.Event()  # not set: the trainer holds the GPU
         self._gpu_released.set()
@@ -270,6 +271,9 @@ class EnginePool:
         )
         async with self._reserve_start(engine):
             await engine.supervised.start()
+            if self._is_closed:  # the run ended meanwhile
+                await engine.supervised.close()
+                raise EngineError(f"{engine.name}: the run has ended")
             self._adopt(engine)
             await self._prepare(engine, engine.supervised.call)
         await self._join(engine)
@@ -439,6 +443,7 @@ class EnginePool:
         )
 
     async def close(self) -> None:
+        self._is_closed = True
         self._requests.close()
         self._end_waiting()
         for engine in self._engines:
