@@ -33,7 +33,6 @@ import penstock.training.snapshot as snapshot
 from penstock.cli import main
 from penstock.inspection.track.logs import JsonlTracker, LineFile
 from penstock.rollout.producer import Producer
-from penstock.store import run_folder
 from penstock.store.checkpoint import CheckpointStore
 from penstock.store.journal import records, writer
 from penstock.weights.in_process import InProcessSync
@@ -72,7 +71,6 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
     "seal": [(CheckpointStore, "_seal")],
     "sync to disk": [(os, "fsync")],
     "rename": [(Path, "rename")],
-    "lock": [(run_folder, "flock")],
     "removal": [(shutil, "rmtree")],
     "metrics line": [(JsonlTracker, "log_step")],
     "line write": [(LineFile, "_write")],

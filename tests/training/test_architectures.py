@@ -19,7 +19,7 @@ from stages.tiny_architectures import UNBUILT, make, names
 CPU = torch.device("cpu")
 ONE_BY_ONE = """
 axk2 bamba bart bigbird_pegasus biogpt blenderbot blenderbot-small bloom codegen deepseek_v32 deepseek_v4 doge
-falcon falcon_h1 falcon_mamba git glm_moe_dsa got_ocr2 gpt_neo gpt_neox_japanese gptj granitemoehybrid hy_v4 inkling_text
+falcon falcon_h1 falcon_mamba git glm_moe_dsa gpt_neo gpt_neox_japanese gptj granitemoehybrid hy_v4 inkling_text
 jamba kimi_linear lfm2 lfm2_moe llama4 llama4_text mamba mamba2 marian mbart minimax moshi mpt mvp nemotron
 nemotron_h olmo_hybrid openai-gpt pegasus plbart qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
 recurrent_gemma rwkv stablelm trocr whisper xglm xlstm zamba2 zaya

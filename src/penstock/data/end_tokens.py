@@ -26,17 +26,20 @@ class EndTokens:
         """Read the sources of a tokenizer and a model, which is a folder, a hub name or empty.
 
         `end_of_turn` is what the chat template writes after an answer. Its first token counts if the
-        tokenizer marks it as special. So does the id of config.json, which is often a default that
-        nobody meant; transformers itself reads it only if the generation config names none.
+        tokenizer marks it as special, unless an end that another source names comes behind it. So does
+        the id of config.json, which is often a default that nobody meant; transformers itself reads it
+        only if the generation config names none.
         """
         special = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
         turn = tokenizer(end_of_turn, add_special_tokens=False)["input_ids"] if end_of_turn else []
         generation, config = (_ids_of_file(model, name) for name in (_GENERATION, _CONFIG))
         if generation:
             config = [id_ for id_ in config if id_ in special]
+        own = _ids(tokenizer.eos_token_id)
+        ends_later = not {*own, *generation, *config}.isdisjoint(turn)
         sources = {
-            "tokenizer": _ids(tokenizer.eos_token_id),
-            "chat template": [id_ for id_ in turn[:1] if id_ in special],
+            "tokenizer": own,
+            "chat template": [id_ for id_ in turn[:1] if id_ in special and not ends_later],
             _GENERATION: generation,
             _CONFIG: config,
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 import sqlite3
@@ -10,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.source import load_config
+from penstock.errors import UserError
+from penstock.run.session import train_new
+from penstock.store import run_folder
 from penstock.store.run_folder import RunFolder
 from stages.tiny_run import TINY, CrashServer, assert_sound, digests
 
@@ -138,14 +144,16 @@ def test_a_failed_start_removes_what_it_made_and_nothing_else(
     assert list(tmp_path.iterdir()) == [mine]
 
 
-@pytest.mark.parametrize("code", ["ENOLCK", "EOPNOTSUPP", "ENOSYS"])
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_disk_without_locks_is_refused_in_one_line(
-    server: CrashServer, tmp_path: Path, code: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    words = ["train", *TINY, f"run.dir={tmp_path / 'runs'}"]
-    assert server.run(*words, point="before lock", number=1, fault=code) == 2
-    line = end_line(server)
-    assert f"run.dir: got {tmp_path / 'runs'}, a file system without flock" in line
+    def refuse(descriptor: int, kind: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(run_folder, "flock", refuse)
+    with pytest.raises(UserError, match="a file system without flock"):
+        train_new(load_config(None, [*TINY, f"run.dir={tmp_path / 'runs'}"]).config)
     assert not (tmp_path / "runs").exists()
 
 

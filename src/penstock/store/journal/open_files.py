@@ -7,6 +7,7 @@ open, and every record since then would be gone with the process.
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 
 from penstock.errors import RunError
@@ -23,6 +24,7 @@ class OpenFiles:
         self._paths = (path, path.with_name(f"{path.name}-wal"))
         self._descriptors: dict[Path, int] = {}
         self._is_closed = False
+        weakref.finalize(self, _close_all, self._descriptors)  # of a journal that nobody closed
         self._open()
 
     def _open(self) -> None:
@@ -80,5 +82,9 @@ class OpenFiles:
 
     def close(self) -> None:
         self._is_closed = True
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+        _close_all(self._descriptors)
+
+
+def _close_all(descriptors: dict[Path, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])
