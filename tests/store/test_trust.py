@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock import cli
+from penstock.config import plugins
 from penstock.config.source import load_config, to_toml
+from penstock.errors import UserError
 from penstock.store import trust
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder, create
@@ -155,6 +161,76 @@ def test_a_command_that_would_execute_it_names_it_and_stops(
     with contextlib.suppress(AttributeError):  # what it names is no engine
         penstock(monkeypatch, command, str(what), "--trust")
     assert was_executed(stranger)
+
+
+ODD_NAMES = [  # how a name can hide that it is one
+    ("evil.py", "{file}:sc-ore"),
+    ("evil.py", "{file}:score.more"),
+    ("evil.py", "{file}:sc ore"),
+    ("evil.py", "{file}:"),
+    ("ev\nil.py", "{file}:score"),
+    ("évil.py", "évil:score"),
+    ("evil.py", " evil:score"),
+]
+
+
+@pytest.mark.parametrize(("file", "name"), ODD_NAMES)
+@pytest.mark.parametrize("place", ["reward", "algorithm", "agent"])
+def test_an_odd_name_executes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, name: str, place: str
+) -> None:
+    """Either it is refused before it is imported, or it is asked about."""
+    monkeypatch.chdir(tmp_path)
+    folder = make_run(tmp_path / "theirs", steps=2, groups_per_step=2)
+    evil = tmp_path / file
+    evil.write_text(f"{PWNED}def score(rollout, prompt):\n    return 1.0\n")
+    key = {
+        "reward": "tasks.train.rewards=[{type='holds.the:place'}]",
+        "algorithm": "algorithm.name=holds.the:place",
+        "agent": "tasks.train.agent=holds.the:place",
+    }[place]
+    config = load_config(folder.path / "config.toml", [key]).config
+    odd = json.dumps(name.format(file=evil))[1:-1]  # TOML has the same escapes
+    config_toml, config_json = (
+        text.replace("holds.the:place", odd) for text in (to_toml(config), config.model_dump_json())
+    )
+    (folder.path / "config.toml").write_text(config_toml)
+    journal = Journal.open(folder.journal)
+    journal.record_identity({"config": config_json})
+    journal.close()
+    for command, what in (
+        ("resume", folder.path),
+        ("check", folder.path / "config.toml"),
+        ("train", folder.path / "config.toml"),
+    ):
+        assert penstock(monkeypatch, command, str(what)) == 2
+    assert not (tmp_path / "pwned").exists()
+
+
+NAMES = st.tuples(
+    st.text("aé./ -\n", max_size=9), st.sampled_from(["", ".py"]), st.text("aé. -", max_size=5)
+).map(lambda parts: f"{parts[0]}{parts[1]}:{parts[2]}")
+
+
+@given(st.one_of(st.text(max_size=30), NAMES))
+def test_what_can_be_loaded_is_asked_about(name: str) -> None:
+    """Every name that `load` would import is listed, so no stranger's name is imported unasked."""
+    if name.startswith(plugins.PYTHON):
+        return  # an object that the program itself gives
+    try:
+        plugins.check_name("reward", name, {})
+    except UserError:
+        return
+    module = name.rpartition(":")[0]
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        file = Path(module if module.endswith(".py") else f"{module.partition('.')[0]}.py")
+        with contextlib.suppress(OSError, ValueError):  # a name that no file can have
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+        words = [f"tasks.train.rewards=[{{type={json.dumps(name)}}}]"]
+        config = load_config(None, words).config
+        listed = trust.acts_of([config], Path(folder))
+    assert listed or not file.name or module.partition(".")[0] == "penstock", name
 
 
 def own_run(tmp_path: Path, *overrides: str) -> RunFolder:

@@ -53,11 +53,22 @@ def fingerprint(name: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def parse(name: str) -> tuple[str, str] | None:
+    """The module or file, and the object in it, of `dotted.module:Name` or `FILE.py:Name`; None: neither.
+
+    The only reader of such names: what it refuses is never imported.
+    """
+    module, _, attribute = name.rpartition(":")
+    is_file = module.endswith(".py") and module.isprintable()
+    is_module = all(part.isidentifier() for part in module.split("."))
+    return (module, attribute) if attribute.isidentifier() and (is_file or is_module) else None
+
+
 def check_name(kind: str, name: str, table: Mapping[str, str]) -> None:
     """Raise a UserError unless `name` is in the table or has the form of the user's own object."""
-    if name not in table and ":" not in name:
-        allowed = ", ".join(sorted(table))
-        raise UserError(f"{kind}: got {name!r}, allowed: {allowed}, or your own module:Name")
+    if name not in table and not name.startswith(PYTHON) and parse(name) is None:
+        allowed = ", ".join([*sorted(table), "or your own module:Name or FILE.py:Name"])
+        raise UserError(f"{kind}: got {name!r}, allowed: {allowed}")
 
 
 def load(kind: str, name: str, table: Mapping[str, str]) -> Any:
@@ -65,7 +76,9 @@ def load(kind: str, name: str, table: Mapping[str, str]) -> Any:
     check_name(kind, name, table)
     if name.startswith(PYTHON):
         return _load_python_object(kind, name)
-    module_name, _, attribute = table.get(name, name).rpartition(":")
+    parsed = parse(table.get(name, name))
+    assert parsed is not None, name
+    module_name, attribute = parsed
     try:
         module = _import(module_name)
     except ImportError as error:

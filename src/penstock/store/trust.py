@@ -22,13 +22,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.config import Config
+from penstock.config import Config, plugins
 from penstock.errors import UserError
 from penstock.files import say
 
 SIGNATURES = "trusted"
-_FILE = re.compile(r"(.+\.py):\w+")
-_OBJECT = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
 _TEXTS = ("data", "system_prompt", "tags", "stop", "name", "group", "project")  # a:b is no object
 
@@ -129,10 +127,11 @@ def _acts(value: Any, key: str, folder: Path) -> Iterator[str]:
         for item in value:
             yield from _acts(item, key, folder)
     elif isinstance(value, str) and value:
-        if code := _FILE.fullmatch(value):
-            yield from _execute(value, Path(code[1]), folder)
-        elif key not in _TEXTS and (code := _OBJECT.fullmatch(value)):
-            yield from _execute_object(value, code[1], folder)
+        module = (plugins.parse(value) or ("",))[0]
+        if module.endswith(".py"):
+            yield from _execute(value, Path(module), folder)
+        elif module and key not in _TEXTS:
+            yield from _execute_object(value, module, folder)
         elif re.match(r"https?://", value):
             yield f"connect to {value}"
         elif key == "python":
