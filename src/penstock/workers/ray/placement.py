@@ -428,11 +428,6 @@ class Placement:
         assert slot.reservation is not None
         if not slot.has_served:
             return await self._first_node(name, slot, slot.reservation)
-        if not self._settings.address:
-            raise RunError(
-                f"{name}: its node has left, the only one of the cluster that this run started; no "
-                "other can join it"
-            )
         free = amount(await asyncio.to_thread(ray.available_resources))
         self._note(
             f"{name}: its node has left; it waits for one with {slot.asked} free, "
