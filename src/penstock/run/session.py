@@ -188,7 +188,9 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
                 job.checkpoints.abandon()
             done = job.journal.last_committed_step()
     _write_report(folder)
-    if finished is None:
+    if (
+        finished is None or saved is None
+    ):  # `saved`: a stop came before the last checkpoint was written
         state = "checkpoint written" if saved else "no checkpoint written"
         raise StopRequested(
             f"stopped after step {done} of {job.total_steps}, {state}; {signals.way_on}"
