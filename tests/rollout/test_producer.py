@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -166,34 +167,41 @@ def test_nothing_is_produced_after_the_last_step(tmp_path: Path) -> None:
 # -- several tasks ---------------------------------------------------------------------------------
 
 
+def producer_of(
+    tasks: Iterable[tuple[str, float, ProduceStrategy, FakeAgentLoop]],
+    journal: Journal,
+    buffer: ReplayBuffer,
+    groups_per_step: int = 4,
+) -> Producer:
+    """A producer of tasks by name, weight, strategy and agent loop."""
+    made = [
+        ProduceTask(
+            name=name,
+            weight=weight,
+            strategy=strategy,
+            agent_loop=loop,
+            sampler=Sampler(
+                make_prompts(50), task_name=name, prompt_repeat_k=1, seed=0, replay_buffer=buffer
+            ),
+        )
+        for name, weight, strategy, loop in tasks
+    ]
+    return Producer(
+        tasks=made,
+        replay_buffer=buffer,
+        journal=journal,
+        progress=ProduceProgress.build([task.name for task in made]),
+        groups_per_step=groups_per_step,
+    )
+
+
 def test_one_slow_task_does_not_stop_the_others(tmp_path: Path) -> None:
     async def main() -> None:
         journal = Journal.open(tmp_path / "journal.db", threaded=False)
         buffer, loops = ReplayBuffer(), {"slow": FakeAgentLoop(), "fast": FakeAgentLoop()}
-        producer = Producer(
-            tasks=[
-                ProduceTask(
-                    name=name,
-                    weight=1.0,
-                    strategy=AsyncProduceStrategyConfig(
-                        max_staleness=2, pause_timeout_s=7.0
-                    ).build(),
-                    agent_loop=loop,
-                    sampler=Sampler(
-                        make_prompts(50),
-                        task_name=name,
-                        prompt_repeat_k=1,
-                        seed=0,
-                        replay_buffer=buffer,
-                    ),
-                )
-                for name, loop in loops.items()
-            ],
-            replay_buffer=buffer,
-            journal=journal,
-            progress=ProduceProgress.build(["slow", "fast"]),
-            groups_per_step=4,
-        )
+        config = AsyncProduceStrategyConfig(max_staleness=2, pause_timeout_s=7.0)
+        tasks = [(name, 1.0, config.build(), loop) for name, loop in loops.items()]
+        producer = producer_of(tasks, journal, buffer)
         running = asyncio.create_task(producer.run())
         await turns()
         for _ in range(3):
@@ -231,28 +239,8 @@ def test_a_task_without_a_share_may_sleep_through_several_steps(tmp_path: Path) 
         buffer, loop = ReplayBuffer(), FakeAgentLoop()
         config = AsyncProduceStrategyConfig(max_staleness=0)
         held = Held(config)
-        producer = Producer(
-            tasks=[
-                ProduceTask(
-                    name=name,
-                    weight=weight,
-                    strategy=strategy,
-                    agent_loop=loop,
-                    sampler=Sampler(
-                        make_prompts(50),
-                        task_name=name,
-                        prompt_repeat_k=1,
-                        seed=0,
-                        replay_buffer=buffer,
-                    ),
-                )
-                for name, weight, strategy in (("large", 9.0, config.build()), ("rare", 0.1, held))
-            ],
-            replay_buffer=buffer,
-            journal=journal,
-            progress=ProduceProgress.build(["large", "rare"]),
-            groups_per_step=2,
-        )
+        tasks = [("large", 9.0, config.build(), loop), ("rare", 0.1, held, loop)]
+        producer = producer_of(tasks, journal, buffer, groups_per_step=2)
         running = asyncio.create_task(producer.run())
         for step in range(1, 5):
             await turns()
@@ -347,29 +335,9 @@ def test_a_version_that_is_told_twice_changes_no_plan(tmp_path: Path, between: i
 
 def test_a_task_added_on_resume_starts_at_zero(tmp_path: Path) -> None:
     def build(names: list[str], journal: Journal, loop: FakeAgentLoop) -> Producer:
-        buffer = ReplayBuffer()
-        return Producer(
-            tasks=[
-                ProduceTask(
-                    name=name,
-                    weight=1.0,
-                    strategy=SyncProduceStrategyConfig().build(),
-                    agent_loop=loop,
-                    sampler=Sampler(
-                        make_prompts(50),
-                        task_name=name,
-                        prompt_repeat_k=1,
-                        seed=0,
-                        replay_buffer=buffer,
-                    ),
-                )
-                for name in names
-            ],
-            replay_buffer=buffer,
-            journal=journal,
-            progress=ProduceProgress.build(names),
-            groups_per_step=4,
-        )
+        config = SyncProduceStrategyConfig()
+        tasks = [(name, 1.0, config.build(), loop) for name in names]
+        return producer_of(tasks, journal, ReplayBuffer())
 
     async def main() -> None:
         journal, loop = Journal.open(tmp_path / "journal.db", threaded=False), FakeAgentLoop()

@@ -58,7 +58,13 @@ class Config(Section):
 
     @property
     def longest_sequence(self) -> int:
-        """Most tokens of a request, prompt and response, over all tasks and evaluations."""
+        """Most tokens of a request over all tasks and evaluations; 0: only the model bounds them.
+
+        The conversation of an agent grows with each turn.
+        """
+        tasks = (*self.tasks.values(), *self.eval.tasks.values())
+        if any(task.agent != "single_turn" for task in tasks):
+            return 0
         lengths = [
             task.max_prompt_tokens + self.task_sampling(name).max_tokens
             for name, task in self.tasks.items()
@@ -67,7 +73,7 @@ class Config(Section):
             task.max_prompt_tokens + self.eval_sampling(name).max_tokens
             for name, task in self.eval.tasks.items()
         ]
-        return max(lengths)
+        return max(lengths, default=0)
 
     def task_sampling(self, task: str) -> SamplingConfig:
         """[sampling] with the task's own fields laid over it."""

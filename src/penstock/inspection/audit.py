@@ -123,7 +123,7 @@ def take_audit(folder: RunFolder, *, deep: bool = False) -> Audit:
     try:
         journal.check_file()
         result = audit_journal(journal, eras, recorded=origin is not None)
-        result.faults += checkpoint_faults(folder, journal, deep=deep)
+        result.faults += _checkpoint_faults(folder, journal, deep=deep)
     finally:
         journal.close()
     if last_logged > result.committed_steps:
@@ -145,7 +145,7 @@ def take_audit(folder: RunFolder, *, deep: bool = False) -> Audit:
     return result
 
 
-def checkpoint_faults(folder: RunFolder, journal: Journal, *, deep: bool) -> list[str]:
+def _checkpoint_faults(folder: RunFolder, journal: Journal, *, deep: bool) -> list[str]:
     """Checkpoints whose weights are not those of their step; with `deep` also files that changed."""
     digests = dict(journal.query("SELECT step, digest FROM steps WHERE committed"))
     faults = []

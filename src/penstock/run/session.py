@@ -188,9 +188,7 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
                 job.checkpoints.abandon()
             done = job.journal.last_committed_step()
     _write_report(folder)
-    if (
-        finished is None or saved is None
-    ):  # `saved`: a stop came before the last checkpoint was written
+    if finished is None or saved is None:  # stopped in training, or before the last checkpoint
         state = "checkpoint written" if saved else "no checkpoint written"
         raise StopRequested(
             f"stopped after step {done} of {job.total_steps}, {state}; {signals.way_on}"
@@ -307,7 +305,8 @@ class StopSignals:
         self._loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                self._before[number] = signal.signal(number, self._receive)
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                    self._before[number] = signal.signal(number, self._receive)
             return self
         StopSignals._open, early = self, StopSignals._early
         for _ in range(early):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import re
 import shutil
+import signal
 import sqlite3
 import subprocess
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 from penstock.config.source import load_config
 from penstock.errors import UserError
-from penstock.run.session import train_new
+from penstock.run.session import StopSignals, train_new
 from penstock.store import run_folder
 from penstock.store.run_folder import RunFolder
 from stages.tiny_run import TINY, CrashServer, assert_sound, digests
@@ -197,3 +199,16 @@ def test_a_closed_terminal_stops_as_a_kill_does(server: CrashServer) -> None:
     _, code = server.train("hung-up", *SYNC, point="after step", number=3, fault="SIGHUP")
     assert code == 130, server.output()
     assert "checkpoint written" in server.output()
+
+
+def test_a_closed_terminal_does_not_stop_a_run_under_nohup() -> None:
+    async def main() -> None:
+        with StopSignals("", lambda text: None):
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, signal.SIG_DFL)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        asyncio.run(main())
+    finally:
+        signal.signal(signal.SIGHUP, before)

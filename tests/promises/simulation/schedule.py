@@ -10,6 +10,7 @@ import io
 import itertools
 import os
 import shutil
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -131,7 +132,14 @@ def installed(world: World) -> Iterator[None]:
         (
             session,
             "signal",
-            SimpleNamespace(SIGHUP=1, SIGINT=2, SIGTERM=15, signal=world.handle_signal),
+            SimpleNamespace(
+                **{
+                    name: getattr(signal, name)
+                    for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIG_IGN")
+                },
+                getsignal=lambda number: None,
+                signal=world.handle_signal,
+            ),
         ),
         (session, "write_report", lambda folders: None),
         (session, "print_summary", lambda *args, **kwargs: None),

@@ -299,7 +299,10 @@ class OpenAIEngine:
                 stream.ended.set()
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
-        body = completion_body(self._model, request, self._end_ids) | self._neutral
+        ends = (
+            self._end_ids if self._neutral else ()
+        )  # a server without vLLM's fields may refuse them
+        body = completion_body(self._model, request, ends) | self._neutral
         if self._streaming:
             body |= STREAMED
         if self._native_pause:  # vLLM: keeps weights apart in the prefix cache

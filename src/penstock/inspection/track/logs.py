@@ -121,7 +121,7 @@ class LineFile:
 
 
 class JsonlTracker(Tracker):
-    """metrics.jsonl: one line per step (evaluations are in eval/summary.jsonl); a resumed run restores lost lines from the journal."""
+    """metrics.jsonl: one line per step; a resumed run restores lost lines. Evaluations have a file of their own."""
 
     def __init__(self, path: Path, note: Note = print_note) -> None:
         self._file = LineFile(path, note)
