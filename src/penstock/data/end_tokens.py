@@ -7,6 +7,7 @@ and renders no templates: `chat.py` does.
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +27,9 @@ class EndTokens:
         """Read the sources of a tokenizer and a model, which is a folder, a hub name or empty.
 
         `end_of_turn` is what the chat template writes after an answer. Its first token counts if the
-        tokenizer marks it as special, unless an end that another source names comes behind it. So does
-        the id of config.json, which is often a default that nobody meant; transformers itself reads it
-        only if the generation config names none.
+        tokenizer marks it as special, unless only special tokens stand between it and an end that
+        another source names. So does the id of config.json, which is often a default that nobody meant;
+        transformers itself reads it only if the generation config names none.
         """
         special = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
         turn = tokenizer(end_of_turn, add_special_tokens=False)["input_ids"] if end_of_turn else []
@@ -36,10 +37,11 @@ class EndTokens:
         if generation:
             config = [id_ for id_ in config if id_ in special]
         own = _ids(tokenizer.eos_token_id)
-        ends_later = not {*own, *generation, *config}.isdisjoint(turn)
+        marks = list(itertools.takewhile(special.__contains__, turn))
+        ends_later = not {*own, *generation, *config}.isdisjoint(marks)
         sources = {
             "tokenizer": own,
-            "chat template": [id_ for id_ in turn[:1] if id_ in special and not ends_later],
+            "chat template": [] if ends_later else marks[:1],
             _GENERATION: generation,
             _CONFIG: config,
         }
