@@ -18,8 +18,10 @@ from penstock.engine.transformers.cpu.packed_linear import (
 )
 from penstock.engine.transformers.fuse import PlainLinear
 from penstock.model.attention import OneSequence
-from penstock.model.decoder import hidden_states, logits, read_weights
+from penstock.model.decoder import hidden_states, logits
+from penstock.model.decoder_weights import read_weights
 from penstock.model.families import family_of
+from penstock.model.ops import TorchOps
 from penstock.weights.model_weights import load_weights, model_digest, named_weights
 from stages import tiny_policy as tiny
 from stages.engine_case import EngineCase, run
@@ -64,7 +66,7 @@ def test_products_of_a_model_follow_its_weights() -> None:
     load_weights(model, dict(tiny.reference(1).named_parameters()))
     linears.refresh()
     with torch.no_grad():
-        hidden = hidden_states(family, weights, OneSequence(), ids, torch.arange(3))
+        hidden = hidden_states(TorchOps(), family, weights, OneSequence(), ids, torch.arange(3))
         expected = tiny.reference(1)(ids[None]).logits[0]
         assert torch.allclose(logits(family, weights, hidden), expected, atol=1e-4)
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from penstock.model.attention import AttentionCall, OneSequence, Step
-from penstock.model.decoder import ModuleProducts, hidden_states, logits, read_weights
+from penstock.model.decoder import hidden_states, logits
+from penstock.model.decoder_weights import ModuleProducts, read_weights
 from penstock.model.families import FAMILIES, family_of
+from penstock.model.ops import TorchOps
 from stages.decoder_cases import CASES, LENGTH, make_decoder, make_image_model
 
 
@@ -18,7 +20,7 @@ def decoder_logits(model: Any, ids: torch.Tensor, step: Step | None = None) -> t
     assert family is not None
     weights = read_weights(model, family, ModuleProducts())
     positions = torch.arange(len(ids))
-    hidden = hidden_states(family, weights, step or OneSequence(), ids, positions)
+    hidden = hidden_states(TorchOps(), family, weights, step or OneSequence(), ids, positions)
     return logits(family, weights, hidden)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from penstock.errors import UserError
-from penstock.model.decoder import ModuleProducts, read_weights
 from penstock.model.decoder_check import check_decoder
+from penstock.model.decoder_weights import ModuleProducts, read_weights
 from penstock.training.model_check import check_model
 from penstock.training.pack import make_pack
 from penstock.training.policy import Policy

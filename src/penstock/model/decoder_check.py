@@ -16,8 +16,10 @@ from torch import Tensor
 
 from penstock.errors import UserError
 from penstock.model.attention import OneSequence
-from penstock.model.decoder import Weights, hidden_states, logits
+from penstock.model.decoder import hidden_states, logits
+from penstock.model.decoder_weights import Weights
 from penstock.model.families import Family
+from penstock.model.ops import TorchOps
 
 SHORT = 11  # tokens
 TOLERANCE = 1e-3  # largest difference of a log-prob in float32
@@ -46,7 +48,7 @@ def check_decoder(model: Any, family: Family, weights: Weights, longest: int) ->
                     model(input_ids=ids_T[None], use_cache=False).logits[0], ids_T
                 )
             positions_T = torch.arange(length, device=ids_T.device)
-            hidden_TD = hidden_states(family, cut, OneSequence(), ids_T, positions_T)
+            hidden_TD = hidden_states(TorchOps(), family, cut, OneSequence(), ids_T, positions_T)
             gap, exact = difference(
                 token_logprobs(logits(family, cut, hidden_TD), ids_T), plain_T, hidden_TD.dtype
             )

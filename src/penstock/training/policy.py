@@ -24,7 +24,8 @@ from penstock.config.demo import resolve_model_path
 from penstock.data.chat import response_end_ids
 from penstock.errors import UserError
 from penstock.model import packed_attention
-from penstock.model.decoder import ModuleProducts, hidden_states, read_weights
+from penstock.model.decoder import hidden_states
+from penstock.model.decoder_weights import ModuleProducts, read_weights
 from penstock.model.families import family_of
 from penstock.model.loading import (
     add_end_ids,
@@ -35,6 +36,7 @@ from penstock.model.loading import (
     load_causal_lm,
 )
 from penstock.model.norms import fuse_norms, restore_norms
+from penstock.model.ops import TorchOps
 from penstock.model.parallel_plan import check_stages, tensor_plan
 from penstock.model.stored_weights import StoredWeights, build
 from penstock.training.adapters import ADAPTER, adapter_names
@@ -207,6 +209,7 @@ class Policy(nn.Module):
         """The hidden states of the pack's predictors, by the decoder."""
         assert self.family is not None
         return hidden_states(
+            TorchOps(),
             self.family,
             read_weights(self.model, self.family, ModuleProducts()),
             packed_attention.PackedStep(pack.layout),

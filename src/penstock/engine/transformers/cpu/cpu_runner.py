@@ -30,10 +30,12 @@ from penstock.engine.transformers.sequences import (
     TextOf,
     lay_out,
 )
-from penstock.model.decoder import hidden_states, logits, read_weights
+from penstock.model.decoder import hidden_states, logits
 from penstock.model.decoder_check import check_decoder
+from penstock.model.decoder_weights import read_weights
 from penstock.model.families import Family, family_of
 from penstock.model.loading import end_ids
+from penstock.model.ops import TorchOps
 from penstock.model.sampling import sample
 from penstock.weights.model_weights import load_weights
 
@@ -64,6 +66,7 @@ class CpuRunner:
         self._quantum, self.batch_invariant = find_row_quantum(
             sizes, shape, options.threads, kind, plain
         )
+        self._ops = TorchOps(self._quantum)
         self._kv = BucketedKV(shape)
         self.prompts: dict[bytes, CachedPrompt] = {}
         self._cache = StepCache()
@@ -145,13 +148,7 @@ class CpuRunner:
         family = self._family
         if family is not None:
             hidden_KD = hidden_states(
-                family,
-                self._weights,
-                step,
-                ids_R,
-                position_R,
-                kept_K,
-                row_multiple=self._quantum,
+                self._ops, family, self._weights, step, ids_R, position_R, kept_K
             )
             return logits(family, self._weights, hidden_KD)
         with running(step):

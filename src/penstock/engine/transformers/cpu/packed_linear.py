@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from penstock.engine.transformers.fuse import PlainLinear, can_fuse, join_weights
-from penstock.model.decoder import Linear, ModuleProducts
+from penstock.model.decoder_weights import Linear, ModuleProducts
 
 PACKED_FOR_ROWS = 32  # the row count that the layout is chosen for; any count may be multiplied
 LEAST_BYTES = 16 * 2**20  # least size of all packed weights; smaller ones fit a cache
