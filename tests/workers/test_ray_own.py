@@ -26,6 +26,7 @@ from penstock.weights.digest import digest_of
 from stages.disturbed_run import assert_balanced, config_of, digests, run, when_told
 from stages.own_children import own_children
 from stages.simple_producer import ARGUMENTS, FollowingProducer
+from stages.tiny_run import CrashServer, assert_sound
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -82,6 +83,23 @@ def test_one_call_starts_a_cluster_does_a_whole_run_and_leaves_nothing(tmp_path:
     assert len(digests(RunFolder(folder))) == 2  # 8 prompts, 4 a step
     assert not ray.is_initialized()
     assert own_children() == before
+
+
+@pytest.mark.parametrize("process", ["raylet", "gcs_server"])
+def test_a_run_whose_own_cluster_dies_ends_in_one_line_and_is_resumed(
+    server: CrashServer, process: str
+) -> None:
+    """No node joins a cluster that a run has started: the run must not wait for one."""
+    own_cluster = ["launch.kind=ray", "launch.restart_backoff_s=0", "checkpoint.every_steps=1"]
+    kill = f"sh pkill -KILL -P $PPID -x {process}"  # of the driver's children
+    faults = [("before step", 3, kill), ("before step", 3, "SIGKILL trainer")]
+    run_folder, code = server.train(process, *own_cluster, then=faults)
+    assert code == 1, server.output()
+    assert "Traceback" not in server.output()
+    if process == "raylet":
+        assert "has lost its only node" in server.output().strip().splitlines()[-1]
+    assert server.run("resume", str(run_folder.path), "launch.kind=inline") == 0, server.output()
+    assert_sound(run_folder)
 
 
 @pytest.fixture

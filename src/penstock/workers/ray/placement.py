@@ -2,7 +2,8 @@
 
 Consumers are packed, producers spread; if colocated, each producer shares a bundle with a consumer. What
 cannot fit is refused before any actor starts. A slot whose node has left gets another node as soon as one
-has room, without a time limit: a worker that only lacks a place is never given up.
+has room, without a time limit: a worker that only lacks a place is never given up. A cluster that the run
+started has one node: without it, a start fails, and `launch.max_restarts` bounds how often it is tried.
 
 Every producer has a placement group of its own. Ray would place the lost bundles of a larger group
 only together, and would place nothing else in the cluster until that succeeds.
@@ -428,6 +429,11 @@ class Placement:
         assert slot.reservation is not None
         if not slot.has_served:
             return await self._first_node(name, slot, slot.reservation)
+        if self._ours and not await asyncio.to_thread(_living_nodes):
+            raise RunError(
+                f"{name}: the cluster that this run started has lost its only node, and no other "
+                "joins it; resume the run"
+            )
         free = amount(await asyncio.to_thread(ray.available_resources))
         self._note(
             f"{name}: its node has left; it waits for one with {slot.asked} free, "
