@@ -68,7 +68,7 @@ def test_a_lambda_and_a_list_train_and_resume(
     later = penstock.resume(moved, reward=answers(1.0), settings={"train.steps": 2})
     assert [row["step"] for row in later.metrics] == [1, 2]
     told = " ".join(capsys.readouterr().out.split())
-    assert "1 of them in this session of" in told  # and the time before it is that of the whole run
+    assert "with starts and evaluations" in told
     assert f"model: {later.model_path}" in told
     assert repr(later).startswith(f"Run('{tmp_path / 'moved'}', 2 steps, reward ")
     data = (tmp_path / "moved" / "config.toml").read_text()

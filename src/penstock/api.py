@@ -71,15 +71,12 @@ class Run:
     ) -> list[dict[str, Any]]:
         """Responses with their prompts, rewards and outcomes, trained ones first.
 
-        `where` is an SQL condition on the journal's view `rollouts`, such as "reward < 0.5".
+        `where` is an SQL condition on the journal's view `rollouts`, such as "reward < 0.5". `task`: a
+        task, or eval/NAME.
         """
-        from contextlib import closing
+        from penstock.inspection.rollout_viewer import read_rollouts
 
-        from penstock.inspection.rollout_viewer import find_rollouts
-        from penstock.store.journal import Journal
-
-        with closing(Journal.open(self._folder.journal, readonly=True)) as journal:
-            rollouts = find_rollouts(journal, where=where, step=step, task=task, limit=limit)
+        rollouts = read_rollouts(self._folder, where=where, step=step, task=task, limit=limit)
         return [rollout.plain() for rollout in rollouts]
 
     @property

@@ -263,6 +263,23 @@ def test_the_timeline_shows_busy_and_waiting_shares_and_zooms(folder: Path, tmp_
     assert part["lanes"][1]["busy"] == [100] * slots
 
 
+def test_the_timeline_leaves_out_the_pause_between_two_sessions(
+    folder: Path, tmp_path: Path
+) -> None:
+    run = RunFolder(shutil.copytree(folder / "a", tmp_path / "a"))
+    (run.path / "timeline").mkdir()
+    events = [
+        {"lane": "run", "what": "session", "start": 100.0, "end": 100.0},
+        {"lane": "trainer", "what": "train", "start": 100.0, "end": 130.0},
+        {"lane": "run", "what": "session", "start": 90_000.0, "end": 90_000.0},
+        {"lane": "trainer", "what": "train", "start": 90_000.0, "end": 90_030.0},
+    ]
+    (run.path / "timeline" / "events.jsonl").write_text("\n".join(map(json.dumps, events)))
+    whole = views.timeline(*views.read_lanes(run), 0, 0)
+    assert (whole["total"], whole["sessions"]) == (60.0, 2)
+    assert set(whole["lanes"][0]["busy"]) == {100}
+
+
 def test_runs_are_compared_with_the_settings_that_differ(client: Client) -> None:
     ids = [line["id"] for _, line in sorted(client.lines().items())]
     found = client.read(f"/api/compare?runs={','.join(ids)}")

@@ -149,16 +149,19 @@ def views_of_group(
     facts = {
         "group_id": group.group_id,
         "task": group.task,
-        "rendered_prompt": None if render is None else render(group.prompt.token_ids),
         "state": state,
         "step": step,
         "staleness": staleness,
         "drop_reason": drop_reason,
     }
-    return [
-        _view(rollout, calls.get((rollout.rollout_id, rollout.seed), []), facts)
-        for rollout in group.rollouts
-    ]
+    views = []
+    for rollout in group.rollouts:
+        model_calls = calls.get((rollout.rollout_id, rollout.seed), [])
+        # an agent's request may add tools to the prompt: the first call has what the model got
+        token_ids = model_calls[0].context_ids if model_calls else group.prompt.token_ids
+        rendered = None if render is None else render(token_ids)
+        views.append(_view(rollout, model_calls, {**facts, "rendered_prompt": rendered}))
+    return views
 
 
 def turns_of(
@@ -315,6 +318,24 @@ def _evaluated(line: dict[str, Any], rollout_id: str, task: str, step: int) -> R
     )
 
 
+def read_rollouts(
+    folder: RunFolder,
+    *,
+    where: str | None = None,
+    step: int | None = None,
+    task: str | None = None,
+    limit: int = DEFAULT_LIMIT,
+) -> list[RolloutView]:
+    """The rollouts of a run that match, or of its evaluation `eval/NAME`, with prompts as the model got them."""
+    if task is not None and task.startswith(EVALUATED):
+        return find_evaluated(folder, task, where=where, step=step, limit=limit)
+    with closing(Journal.look(folder.journal)) as journal:
+        _check_task(journal, task)
+        return find_rollouts(
+            journal, where=where, step=step, task=task, limit=limit, render=_renderer(folder)
+        )
+
+
 def show_rollouts(
     folder: RunFolder,
     *,
@@ -327,14 +348,7 @@ def show_rollouts(
 ) -> int:
     """Print the rollouts that match, for a person or as one JSON object per line; return their number."""
     console = console or files.console()
-    if task is not None and task.startswith(EVALUATED):
-        samples = find_evaluated(folder, task, where=where, step=step, limit=limit)
-    else:
-        with closing(Journal.look(folder.journal)) as journal:
-            _check_task(journal, task)
-            samples = find_rollouts(
-                journal, where=where, step=step, task=task, limit=limit, render=_renderer(folder)
-            )
+    samples = read_rollouts(folder, where=where, step=step, task=task, limit=limit)
     if as_json:
         for sample in samples:
             console.file.write(json.dumps(sample.plain()) + "\n")

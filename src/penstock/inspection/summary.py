@@ -19,6 +19,7 @@ from penstock.files import visible
 from penstock.inspection.findings import find
 from penstock.inspection.findings.observed import read_observed
 from penstock.inspection.record import FigureChange, Figures, RunRecord, read_run, take_figures
+from penstock.inspection.timeline import worked_s
 from penstock.inspection.track.console import finding_table, sparkline
 from penstock.rollout.evaluation.evaluate import EvalResult
 from penstock.store.checkpoint import CheckpointStore
@@ -26,19 +27,14 @@ from penstock.store.run_folder import RunFolder
 from penstock.types import StepReport
 
 
-def print_summary(
-    console: Console, folder: RunFolder, *, seconds: float, first_step: int = 0
-) -> None:
-    """Print what the run reached, how each side spent its time, what was dropped, and what is next.
-
-    `seconds`: the time of this session, which began after `first_step`.
-    """
+def print_summary(console: Console, folder: RunFolder) -> None:
+    """Print what the run reached, how each side spent its time, what was dropped, and what is next."""
     record = read_run(folder)
     figures = take_figures(record)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", justify="right", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _lines(console, record, figures, _time(figures, seconds, first_step)):
+    for name, value in _lines(console, record, figures, _time(figures, worked_s(folder))):
         table.add_row(name, value)
     console.print()
     console.print(table)
@@ -56,14 +52,11 @@ def print_summary(
         _path(console, "next", f"penstock export {folder.path} --to FOLDER")
 
 
-def _time(figures: Figures, seconds: float, first_step: int) -> str:
-    """The steps and the time of the whole run; of a resumed run also those of this session."""
-    if not first_step or figures.seconds is None:
-        return f"{figures.steps} in {duration(seconds)}"
-    whole, own = duration(figures.seconds), duration(seconds)
-    return (
-        f"{figures.steps} in {whole}, {figures.steps - first_step} of them in this session of {own}"
-    )
+def _time(figures: Figures, worked: float | None) -> str:
+    """The steps and their time, and the time of all sessions of the run; a pause is in neither."""
+    training = "" if figures.seconds is None else f" in {duration(figures.seconds)}"
+    rest = "" if worked is None else f", {duration(worked)} with starts and evaluations"
+    return f"{figures.steps}{training}{rest}"
 
 
 def print_findings(folder: RunFolder, console: Console, *, as_json: bool = False) -> int:

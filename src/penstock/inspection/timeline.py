@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -100,21 +100,45 @@ def lanes(events: list[Event]) -> list[Lane]:
     return sorted(by_name, key=lambda lane: (_rank(lane.name), lane.name))
 
 
-def sessions(events: list[Event]) -> list[Interval]:
-    """When each session of the run began and when its last call ended, in their order.
+def by_session(events: list[Event]) -> list[list[Event]]:
+    """The events of each session of the run, in their order; each begins with the session's mark.
 
     A call is written when it ends, so it belongs to the last session that was marked before its end.
     """
     marks = [event.start for event in events if event.what == SESSION]
     if events and (not marks or min(event.end for event in events) < marks[0]):
-        marks.insert(0, events[0].start)  # written before there were marks
-    spans = []
-    for number, mark in enumerate(marks):
-        until = marks[number + 1] if number + 1 < len(marks) else float("inf")
-        calls = [event for event in events if mark <= event.end < until]
-        start = min((event.start for event in calls), default=mark)
-        spans.append((min(start, mark), max((event.end for event in calls), default=mark)))
-    return spans
+        marks.insert(0, min(event.end for event in events))  # a file whose first mark is lost
+    return [
+        [event for event in events if mark <= event.end < until]
+        for mark, until in pairwise([*marks, float("inf")])
+    ]
+
+
+def sessions(events: list[Event]) -> list[Interval]:
+    """When each session of the run began and when its last call ended, in their order."""
+    return [
+        (min(event.start for event in calls), max(event.end for event in calls))
+        for calls in by_session(events)
+    ]
+
+
+def work_clock(events: list[Event]) -> list[Event]:
+    """The events without the pauses between sessions: each session begins when the one before ended."""
+    moved, end = [], 0.0
+    for number, calls in enumerate(by_session(events)):
+        begin = min(event.start for event in calls)
+        shift = end - begin if number else 0.0
+        moved += [replace(e, start=e.start + shift, end=e.end + shift) for e in calls]
+        end = max(event.end for event in calls) + shift
+    return moved
+
+
+def worked_s(folder: RunFolder) -> float | None:
+    """The seconds of all sessions of a run together; None without a timeline."""
+    try:
+        return sum(end - start for start, end in sessions(read_events(folder)))
+    except UserError:
+        return None
 
 
 def covered(events: Iterable[Event]) -> float:

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -160,7 +159,6 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool, accept: bo
 
 
 async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, accept: bool) -> None:
-    started = time.monotonic()
     for warning in [*doubts(config), *algorithm_doubts(config)]:
         _tell(Text.assemble(("warning: ", "yellow"), warning))
     _tell(Text.assemble("run folder: ", (str(folder.path), "bold")))
@@ -173,7 +171,6 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
             job = await signals.run(closing.enter_async_context(opening), "closing the workers")
             if job is None:
                 raise StopRequested(_STOPPED_EARLY)
-            before = job.journal.last_committed_step()
             await closing.enter_async_context(job.watched())
             closing.enter_context(tuned_interpreter())
             if config.launch.kind == "ray":
@@ -193,8 +190,7 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
         raise StopRequested(
             f"stopped after step {done} of {job.total_steps}, {state}; {signals.way_on}"
         )
-    seconds = time.monotonic() - started
-    print_summary(console(), folder, seconds=seconds, first_step=before)
+    print_summary(console(), folder)
 
 
 def _describe_start(config: Config, is_fork: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from penstock import cli
 from penstock.errors import UserError
 from penstock.run.twin.fit import Call, fit, fit_decode, read_profile, read_recording, replay
-from penstock.run.twin.plan import check
+from penstock.run.twin.plan import check, measured
 from penstock.run.twin.profile import DecodeModel, Profile
 from penstock.run.twin.simulate import simulate
 from stages.made_run import make_run
@@ -100,9 +101,6 @@ def test_a_run_is_predicted_from_its_own_profile(run: Path) -> None:
         recording.step_tokens,
     )
     profile = fit(recording, "made")
-    from penstock.run.twin.plan import measured
-    from penstock.run.twin.simulate import simulate
-
     seconds, trainer_idle, engine_idle = measured(recording)
     config = with_overrides(
         recording.config, ["sampling.num_generations=4", "engine.max_slots=256"]
@@ -111,6 +109,27 @@ def test_a_run_is_predicted_from_its_own_profile(run: Path) -> None:
     assert predicted.seconds == pytest.approx(seconds, rel=0.1)
     assert predicted.trainer_idle == pytest.approx(trainer_idle, abs=0.1)
     assert predicted.engine_idle == pytest.approx(engine_idle, abs=0.1)
+
+
+def test_the_pause_before_a_resume_is_no_time_of_training(run: Path, tmp_path: Path) -> None:
+    """A run of 8 steps that was stopped after the fourth and resumed a day later."""
+    paused = Path(shutil.copytree(run, tmp_path / "paused"))
+    path = paused / "timeline" / "events.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    updates = [event for event in events if event["what"] == "train"]
+    cut = updates[3]["end"] + SYNC_S
+    for event in events:
+        if event["start"] >= cut:
+            event["start"], event["end"] = event["start"] + 86_400, event["end"] + 86_400
+    mark = {"lane": "run", "what": "session", "start": cut + 86_390, "end": cut + 86_390}
+    path.write_text("".join(f"{json.dumps(event)}\n" for event in [*events, mark]))
+    whole, resumed = read_recording_of(run), read_recording_of(paused)
+    assert measured(resumed)[0] == pytest.approx(measured(whole)[0], rel=0.02)
+    predicted = [
+        simulate(whole.config, fit(recording, "made"), steps=8).seconds
+        for recording in (whole, resumed)
+    ]
+    assert predicted[1] == pytest.approx(predicted[0], rel=0.02)
 
 
 def test_a_run_that_never_trained_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from penstock.inspection.compare import Comparison, compare, first_and_last
 from penstock.inspection.dashboard.shown_run import ShownRun
 from penstock.inspection.record import RunRecord, read_run, take_figures
 from penstock.inspection.rollout_viewer import message_text, views_of_group
-from penstock.inspection.timeline import Interval, Lane, lanes, read_events, sessions
+from penstock.inspection.timeline import Interval, Lane, lanes, read_events, sessions, work_clock
 from penstock.inspection.track.console import stretches
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
@@ -216,9 +216,12 @@ def journal_state(folder: RunFolder) -> dict[str, Any]:
 
 
 def read_lanes(folder: RunFolder) -> tuple[list[Interval], list[Lane]]:
-    """When the sessions of a run were, and what each lane did; both empty if there is no timeline."""
+    """When the sessions of a run were, and what each lane did, both without the pauses between sessions.
+
+    Both are empty if there is no timeline.
+    """
     try:
-        events = read_events(folder)
+        events = work_clock(read_events(folder))
     except UserError:
         return [], []
     return sessions(events), lanes(events)

@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.config import Config
 from penstock.errors import UserError
-from penstock.inspection.timeline import Event, read_events
+from penstock.inspection.timeline import Event, by_session, read_events
 from penstock.run.twin.engine import Rows
 from penstock.run.twin.profile import (
     DecodeModel,
@@ -52,6 +52,10 @@ class Recording:
     groups: dict[str, SeenGroup]  # group id ->
     events: list[Event]
     step_tokens: dict[int, int]  # response tokens of a committed step
+
+    def sessions(self) -> list[Recording]:
+        """The recording of each session: the time between two of them is nobody's."""
+        return [replace(self, events=events) for events in by_session(self.events)]
 
     def calls(self, what: WaitKind, lane: str = "") -> list[Event]:
         return [
@@ -105,7 +109,7 @@ def fit(recording: Recording, name: str) -> Profile:
     rewards = [
         e for e in recording.calls(WaitKind.REWARD) if not e.lane.startswith("rewards of eval")
     ]
-    before, after = _around(recording, updates)
+    before, after = _around(recording)
     decode, kinds = _fit_engines(recording)
     profile = Profile(
         source=name,
@@ -114,7 +118,7 @@ def fit(recording: Recording, name: str) -> Profile:
         kinds=kinds,
         train=_fit_train(recording, updates),
         reward_s=_seconds(rewards),
-        publish_s=_publications(recording, updates),
+        publish_s=_publications(recording),
         sync_s=_seconds(recording.calls(WaitKind.SYNC, "engine")),
         land_s=_seconds(recording.calls(WaitKind.SEND)),
         before_s=before,
@@ -147,34 +151,36 @@ def _seconds(events: Iterable[Event]) -> list[float]:
     return _thinned([round(max(0.0, event.end - event.start), 6) for event in events]) or [0.0]
 
 
-def _around(recording: Recording, updates: list[Event]) -> tuple[list[float], list[float]]:
+def _around(recording: Recording) -> tuple[list[float], list[float]]:
     """The loop's seconds from each batch to its update, and from an update to the next wait."""
-    waits = [
-        e for e in recording.calls(WaitKind.WAIT, "loop") if e.detail.startswith("groups of step")
-    ]
     before, after = [], []
-    for update in updates:
-        ended = [wait.end for wait in waits if wait.end <= update.start]
-        if ended:
-            before.append(update.start - max(ended))
-        begun = [wait.start for wait in waits if wait.start >= update.end]
-        if begun:
-            after.append(min(begun) - update.end)
+    for session in recording.sessions():
+        loop = session.calls(WaitKind.WAIT, "loop")
+        waits = [wait for wait in loop if wait.detail.startswith("groups of step")]
+        for update in session.calls(WaitKind.TRAIN, "trainer"):
+            ended = [wait.end for wait in waits if wait.end <= update.start]
+            if ended:
+                before.append(update.start - max(ended))
+            begun = [wait.start for wait in waits if wait.start >= update.end]
+            if begun:
+                after.append(min(begun) - update.end)
     copies = [e.end - e.start for e in recording.calls(WaitKind.CHECKPOINT, "trainer")]
     typical = median(after) if after else 0.0  # without checkpoints and waits for slow engines
     after = [min(seconds, 2 * typical) for seconds in after] if copies else after
     return before or [0.0], after or [0.0]
 
 
-def _publications(recording: Recording, updates: list[Event]) -> list[float]:
+def _publications(recording: Recording) -> list[float]:
     """The seconds in which the trainer published weights, for each update."""
     published = []
-    events = recording.calls(WaitKind.PUBLISH, "trainer")
-    for number, update in enumerate(updates):
-        until = updates[number + 1].start if number + 1 < len(updates) else math.inf
-        copies = [e for e in events if update.end <= e.start < until]
-        if copies:
-            published.append(max(e.end for e in copies) - min(e.start for e in copies))
+    for session in recording.sessions():
+        events = session.calls(WaitKind.PUBLISH, "trainer")
+        updates = session.calls(WaitKind.TRAIN, "trainer")
+        starts = [*(update.start for update in updates[1:]), math.inf]
+        for update, until in zip(updates, starts, strict=False):
+            copies = [e for e in events if update.end <= e.start < until]
+            if copies:
+                published.append(max(e.end for e in copies) - min(e.start for e in copies))
     return published or [0.0]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from penstock.config import Config
 from penstock.config.source import with_overrides
 from penstock.errors import UserError
-from penstock.inspection.timeline import Event, covered
+from penstock.inspection.timeline import covered
 from penstock.run.twin.fit import Recording, read_recording
 from penstock.run.twin.profile import Profile
 from penstock.run.twin.simulate import Result, simulate
@@ -158,7 +158,7 @@ def check(run: str, profile: Profile) -> list[Check]:
 
 
 def measured(recording: Recording) -> tuple[float, float, float]:
-    """A run's seconds from its first request to its last update, and the idle shares of both sides."""
+    """A run's seconds from first request to last update, of each session, and the idle shares of both sides."""
     requests = recording.calls(WaitKind.GENERATE, "engine")
     updates = recording.calls(WaitKind.TRAIN, "trainer")
     if not requests or not updates:
@@ -166,14 +166,18 @@ def measured(recording: Recording) -> tuple[float, float, float]:
             f"--check: got {len(requests)} requests and {len(updates)} updates in the timeline, "
             "allowed: a run that trained"
         )
-    begin, end = min(event.start for event in requests), max(event.end for event in updates)
-    seconds = end - begin
-
-    def busy(events: list[Event]) -> float:
-        return covered(event for event in events if event.start < end)
-
-    works = [event for kind in _TRAINER_WORKS for event in recording.calls(kind, "trainer")]
     lanes = {event.lane for event in requests}
-    used = sum(busy([event for event in requests if event.lane == lane]) for lane in lanes)
+    seconds = trained = used = 0.0
+    for session in recording.sessions():
+        begin = min((e.start for e in session.calls(WaitKind.GENERATE, "engine")), default=0.0)
+        end = max((e.end for e in session.calls(WaitKind.TRAIN, "trainer")), default=0.0)
+        if end <= begin:
+            continue  # stopped before its first update
+        seconds += end - begin
+        works = [event for kind in _TRAINER_WORKS for event in session.calls(kind, "trainer")]
+        trained += covered(event for event in works if event.start < end)
+        for lane in lanes:
+            calls = session.calls(WaitKind.GENERATE, lane)
+            used += covered(event for event in calls if event.start < end and event.lane == lane)
     engines = max(len(lanes), recording.config.launch.num_producers)
-    return seconds, max(0.0, 1 - busy(works) / seconds), max(0.0, 1 - used / engines / seconds)
+    return seconds, max(0.0, 1 - trained / seconds), max(0.0, 1 - used / engines / seconds)

@@ -162,7 +162,7 @@ function drawLanes(body, found, zoom, whole, note, range) {
   body.replaceChildren();
   if (!found.lanes.length) return absent(body);
   whole.hidden = !range.to;
-  note.textContent = `${clock(found.start)} to ${clock(found.end)} of ${duration(found.total)}${found.sessions > 1 ? `, in ${found.sessions} sessions` : ""}.${saved ? "" : " Drag over a part to see it larger."}`;
+  note.textContent = `${clock(found.start)} to ${clock(found.end)} of ${duration(found.total)}${found.sessions > 1 ? `, in ${found.sessions} sessions, without the pauses between them` : ""}.${saved ? "" : " Drag over a part to see it larger."}`;
   for (const lane of found.lanes) {
     const canvas = html("canvas", { class: "lane-strip", "data-lane": lane.name, height: LANE });
     body.append(html("div", { class: "lane-row" }, html("div", { class: "lane-name" }, html("b", {}, lane.name), html("span", { class: "soft" }, lane.verdict)), canvas));
