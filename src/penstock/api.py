@@ -483,7 +483,6 @@ def _source(model: Run | str | Path) -> str:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    lines = path.read_bytes().splitlines()  # as text they would end at U+2028 too
-    return [json.loads(line) for line in lines if line.endswith(b"}")]  # the last may be cut off
+    from penstock.inspection.track.logs import read_rows
+
+    return read_rows(path)[0] if path.is_file() else []

@@ -20,7 +20,7 @@ from rich.text import Text
 from penstock import __version__
 from penstock.config import Config, Section
 from penstock.config.mistakes import explain
-from penstock.config.source import load_config
+from penstock.config.source import load_config, parse_settings, split_words
 from penstock.errors import PenstockError, StopRequested, UserError
 from penstock.files import console, say
 from penstock.inspection.dashboard.command import dashboard
@@ -69,19 +69,11 @@ Trust = Annotated[
 ]
 
 
-def _split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
-    words = arguments or []
-    files = [word for word in words if "=" not in word]
-    if len(files) > 1:
-        raise UserError(f"arguments: got {len(files)} config files {files}, allowed: at most one")
-    return (files[0] if files else None), [word for word in words if "=" in word]
-
-
 def _trusted_config(
     arguments: list[str] | None, *, trust: bool = False, with_tasks: bool = True
 ) -> Config:
     """The config of a command that may execute what it names."""
-    path, overrides = _split(arguments)
+    path, overrides = split_words(arguments or [])
     loaded = load_config(path, overrides)
     if with_tasks:
         loaded.require_tasks()
@@ -190,7 +182,7 @@ def evaluate(
     """
     from penstock.run.session import evaluate_once
 
-    path, overrides = _split(arguments)
+    path, overrides = split_words(arguments or [])
     evaluate_once(path, overrides, out, trusted=trust)
 
 
@@ -445,7 +437,7 @@ def config(
     from penstock.config.source import config_lines
     from penstock.training.algo.doubts import algorithm_doubts
 
-    path, overrides = _split(arguments)
+    path, overrides = split_words(arguments or [])
     loaded = load_config(path, overrides)
     lines = list(config_lines(loaded, only))
     if not lines:
@@ -471,9 +463,9 @@ def score(
     ] = None,
 ) -> None:
     """Run a reward over recorded responses; write one JSON line for each, in order."""
-    from penstock.rollout.evaluation.score import parse_options, score_file
+    from penstock.rollout.evaluation.score import score_file
 
-    raise typer.Exit(score_file(data, reward, out, parse_options(options or [])).exit_code)
+    raise typer.Exit(score_file(data, reward, out, parse_settings(options or [])).exit_code)
 
 
 sandbox_app = typer.Typer(no_args_is_help=True, help="Run untrusted code in a sandbox.")
@@ -536,10 +528,8 @@ S = TypeVar("S", bound=Section)
 
 
 def _section(kind: type[S], options: list[str] | None) -> S:
-    from penstock.rollout.evaluation.score import parse_options
-
     try:
-        return kind.model_validate(parse_options(options or []))
+        return kind.model_validate(parse_settings(options or []))
     except ValidationError as error:
         raise UserError(explain(error, kind)) from None
 

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import unicodedata
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -220,6 +220,26 @@ def console(**options: Any) -> Console:
 def say(text: object, *, error: bool = False) -> None:
     """Print one plain line, to stderr if it is an error."""
     print(visible(str(text)), file=sys.stderr if error else sys.stdout, flush=True)
+
+
+@contextlib.contextmanager
+def progress_bar(name: str, terminal: Console) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar that goes away, if the console is a terminal; yield what takes (done, of how many)."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn(visible(name), markup=False), BarColumn(), MofNCompleteColumn())
+    off = not terminal.is_terminal
+    with Progress(
+        *columns, TimeRemainingColumn(), console=terminal, disable=off, transient=True
+    ) as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 class Visible:

@@ -55,10 +55,6 @@ def test_a_dead_backend_is_asked_fewer_than_100_times_at_default_sizes(
     class Counted(FakeEngine):
         asked = 0
 
-        async def generate(self, request: GenerationRequest) -> Generation:
-            self.asked += request.request_id.endswith("-alone")
-            return await super().generate(request)
-
         async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
             self.asked += 1
             return await super().generate_many(requests)

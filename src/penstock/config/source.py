@@ -120,6 +120,23 @@ def _parse_override(text: str) -> tuple[str, Any]:
         return key, raw  # a bare word is a string: model.path=my/model
 
 
+def parse_settings(words: Sequence[str]) -> dict[str, Any]:
+    """The tree of `key.sub=value` words."""
+    tree: dict[str, Any] = {}
+    for text in words:
+        _put(tree, *_parse_override(text))
+    refuse_secrets(tree)  # a command line is in the list of processes
+    return tree
+
+
+def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The config file among the words of a command, and its `key=value` settings."""
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise UserError(f"arguments: got {len(files)} config files {files}, allowed: at most one")
+    return (files[0] if files else None), [word for word in words if "=" in word]
+
+
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
     for depth, parent in enumerate(parents):

@@ -1,4 +1,4 @@
-"""What `penstock train`, `eval`, `replay` and `doctor` print for a person: summary, tables, progress.
+"""What `penstock train`, `eval` and `doctor` print for a person: summary and tables.
 
 The summary reads the run folder, so that it covers a resumed run from its first step.
 """
@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from penstock import files
-from penstock.files import visible
 from penstock.inspection.findings import find
 from penstock.inspection.findings.observed import read_observed
 from penstock.inspection.record import FigureChange, Figures, RunRecord, read_run, take_figures
@@ -24,7 +20,6 @@ from penstock.inspection.track.console import finding_table, sparkline
 from penstock.rollout.evaluation.evaluate import EvalResult
 from penstock.store.checkpoint import CheckpointStore
 from penstock.store.run_folder import RunFolder
-from penstock.types import StepReport
 
 
 def print_summary(console: Console, folder: RunFolder) -> None:
@@ -95,35 +90,6 @@ def print_evaluations(console: Console, results: list[EvalResult]) -> None:
             Text(str(result.failures), style="red" if result.failures else ""),
         )
     console.print(table, highlight=False)
-
-
-class ReplayProgress:
-    """Print a line per recomputed step to stdout, and show a bar on stderr if it is a terminal."""
-
-    def __init__(self, name: str) -> None:
-        self._console = files.console(stderr=True)
-        self._bar = Progress(
-            TextColumn(f"replaying {visible(name)}", markup=False),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-            transient=True,
-        )
-        self._task = self._bar.add_task("replay", total=None)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def step(self, report: StepReport, total: int) -> None:
-        """Report a recomputed step whose digest is the journalled one."""
-        self._bar.update(self._task, completed=report.step, total=total)
-        print(f"step {report.step}/{total}  {report.digest}  equal", flush=True)
 
 
 def _lines(

@@ -26,9 +26,9 @@ from penstock.config.plugins import PYTHON
 from penstock.config.source import load_config, with_overrides
 from penstock.data.identity import absolute_paths, check_copy, check_files, differences
 from penstock.errors import JournalDamaged, PenstockError, RunError, StopRequested, UserError
-from penstock.files import ScratchFolder, console, say
+from penstock.files import ScratchFolder, console, progress_bar, say
 from penstock.inspection.report import write_report
-from penstock.inspection.summary import ReplayProgress, print_evaluations, print_summary
+from penstock.inspection.summary import print_evaluations, print_summary
 from penstock.inspection.track.console import StartDisplay
 from penstock.inspection.track.logs import NoteLog, Notes
 from penstock.rollout.evaluation.evaluate import EvalResult, evaluate, restore_summaries
@@ -48,6 +48,7 @@ from penstock.run.run_data import in_thread
 from penstock.store import run_folder, trust
 from penstock.store.run_folder import RunFolder
 from penstock.training.algo.doubts import algorithm_doubts
+from penstock.types import StepReport
 
 T = TypeVar("T")
 _SWITCH_INTERVAL_S = 0.0005
@@ -133,8 +134,13 @@ def replay_run(
         with fork.lock():
             asyncio.run(_train(fork.config(), fork, resumed=True))
         return
-    with ReplayProgress(folder.name) as progress:
-        said = asyncio.run(check_run(folder, to_step, progress.step))
+    with progress_bar(f"replaying {folder.name}", console(stderr=True)) as show:
+
+        def tell_equal(report: StepReport, total: int) -> None:
+            show(report.step, total)
+            say(f"step {report.step}/{total}  {report.digest}  equal")
+
+        said = asyncio.run(check_run(folder, to_step, tell_equal))
     say(said)
 
 

@@ -28,7 +28,7 @@ from penstock.workers.rpc import RpcServer
 from penstock.workers.supervise.activity import activity_of
 from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.workers.supervise.trainer import RestartingTrainer
-from penstock.workers.workers import Workers, all_or_first_error, assemble, start_or_close
+from penstock.workers.workers import Workers, all_or_first_error, start_or_close, start_workers
 
 _NOTHING_IS_PUBLISHED = ("shared_memory", "")
 
@@ -124,13 +124,8 @@ async def start(
     async def clean_up() -> None:
         sync.close()
 
-    async def start_in_order() -> None:
-        for worker in (trainer, *engines):  # concurrent imports race
-            await worker.start()
-
-    await start_or_close(start_in_order(), (trainer, *engines), clean_up)
-    return assemble(
-        "inline", trainer, engines, clean_up, events, "in_process", settings=config.engine
+    return await start_workers(
+        config, total_steps, events, trainer, engines, sync="in_process", clean_up=clean_up
     )
 
 

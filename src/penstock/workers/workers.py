@@ -1,7 +1,6 @@
 """What a launcher returns: the engine and the trainer of a run, and their supervised workers.
 
-A launcher makes the supervised workers; `start_all` starts them, `assemble` joins them to what the loop
-drives.
+A launcher makes the supervised workers; `start_workers` starts them and joins them to what the loop drives.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.config import Config, EngineConfig, LaunchConfig, SamplingConfig
+from penstock.config import Config, LaunchConfig, SamplingConfig
 from penstock.engine.protocol import EngineStats, InferenceEngine, SetAside
 from penstock.errors import RunError
 from penstock.waits import WaitKind, loop_time
@@ -120,7 +119,10 @@ async def start_or_close(
 
 async def start_all(trainer: Supervised, engines: list[Supervised], settings: LaunchConfig) -> None:
     """Start all workers at once; colocated, the trainer first: engines size their caches by free memory."""
-    if settings.colocate:
+    if settings.kind == "inline":
+        for worker in (trainer, *engines):  # of one process: concurrent imports race
+            await worker.start()
+    elif settings.colocate:
         await trainer.start()
         try:
             async with asyncio.timeout(settings.start_timeout_s):
@@ -134,48 +136,45 @@ async def start_all(trainer: Supervised, engines: list[Supervised], settings: La
         await all_or_first_error(*(worker.start() for worker in (trainer, *engines)))
 
 
-def colocated_publishes(config: Config, total_steps: int) -> Callable[[int], bool] | None:
-    """A test of whether weights are published after a step; None unless colocated."""
-    if not config.launch.colocate:
-        return None
-    return partial(config.publishes_after, total_steps=total_steps)
-
-
-def assemble(
-    kind: str,
+async def start_workers(
+    config: Config,
+    total_steps: int,
+    events: SupervisionCallbacks,
     trainer: Supervised,
     engines: list[Supervised],
-    clean_up: Callable[[], Awaitable[None]],
-    events: SupervisionCallbacks,
+    *,
     sync: str,
     make_engine: Callable[[int], Supervised] | None = None,
-    *,
-    publishes: Callable[[int], bool] | None = None,
+    clean_up: Callable[[], Awaitable[None]] = nothing,
     copies: NodeCopies | None = None,
-    settings: EngineConfig,
-    may_leave: bool = False,
     start_agent: StartAgent | None = None,
 ) -> Workers:
-    """The `Workers` of a launcher; all workers have started, `clean_up` runs after their end.
+    """Start the supervised workers of a launcher and join them to what the loop drives.
 
-    publishes: given if colocated; tells whether weights are published after a step. may_leave: whether
-    publications go on without a late engine.
+    sync: the kind of weight sync. make_engine: returns a further engine; None: their number is fixed.
+    clean_up runs after the end of the workers, or after a start that failed.
     """
-    everyone = [trainer, *engines]
+    settings, everyone = config.launch, [trainer, *engines]
+    await start_or_close(start_all(trainer, engines, settings), everyone, clean_up)
     places = ", ".join(f"{part.name} {part.worker.place}" for part in everyone if part.worker)
+    takes_turns = settings.colocate and settings.kind != "inline"  # one process holds both sides
     restarting = RestartingTrainer(trainer, announces=sync != "in_process")
+    pool_settings = config.pool_engine()
     engine = EnginePool(
         engines,
         events,
         make_engine,
         copies,
         restarting.renewed,
-        slots=settings.max_slots,
-        update=settings.update,
-        may_leave=may_leave,
-        shares_gpu=publishes is not None,
+        slots=pool_settings.max_slots,
+        update=pool_settings.update,
+        may_leave=config.may_leave_engines(),
+        shares_gpu=takes_turns,
     )
-    part = restarting if publishes is None else ColocatedTrainer(restarting, engine, publishes)
+    part: RestartingTrainer | ColocatedTrainer = restarting
+    if takes_turns:
+        publishes = partial(config.publishes_after, total_steps=total_steps)
+        part = ColocatedTrainer(restarting, engine, publishes)
     supervised = ChainMap({worker.name: worker for worker in everyone})
     if copies is not None:
         supervised.maps.append(copies.supervised)  # distributors are started later
@@ -197,7 +196,7 @@ def assemble(
         engine=engine,
         trainer=part,
         close=close,
-        description=f"{kind}: {places}",
+        description=f"{settings.kind}: {places}",
         events=events,
         supervised=supervised,
         scale=None if make_engine is None else scale,

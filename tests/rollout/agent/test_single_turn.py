@@ -62,17 +62,22 @@ def test_a_rollout_is_a_function_of_its_identity_whoever_shares_its_batch() -> N
     run(main())
 
 
-@pytest.mark.parametrize("how", ["out of memory", "raise"])
-def test_a_fault_of_the_engine_stays_in_its_rollout(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "error", "statuses"),
+    [
+        ("out of memory", "engine: out of memory", ["completed", "failed", "completed"]),
+        ("raise", "engine: RuntimeError: engine raised", ["failed", "failed", "failed"]),
+    ],
+)
+def test_a_fault_of_the_engine_stays_in_its_rollout_and_an_engine_that_raises_fails_the_call(
+    how: str, error: str, statuses: list[str]
+) -> None:
     async def main() -> None:
         engine = FakeEngine(fail=lambda r: how if r.request_id.startswith("t:0.1/") else "")
         group = make_group()
         await make_loop(engine).generate_group(group.rollouts)
-        assert [r.status for r in group.rollouts] == ["completed", "failed", "completed"]
-        expected = (
-            "engine: out of memory" if how != "raise" else "engine: RuntimeError: engine raised"
-        )
-        assert group.rollouts[1].error == expected
+        assert [r.status for r in group.rollouts] == statuses
+        assert group.rollouts[1].error == error
         assert group.status is Status.FAILED
 
     run(main())

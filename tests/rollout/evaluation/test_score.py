@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from penstock.config.source import parse_settings
 from penstock.errors import UserError
-from penstock.rollout.evaluation.score import parse_options, score_file
+from penstock.rollout.evaluation.score import score_file
 
 
 def write(path: Path, *lines: dict[str, Any] | str) -> Path:
@@ -37,7 +38,7 @@ def run(data: Path, reward: str = "boxed", **more: Any) -> tuple[list[dict[str, 
 def test_lines_come_out_in_order_with_a_summary(tmp_path: Path) -> None:
     answers = [42, 41, "42.0", "x"] * 50
     data = write(tmp_path / "data.jsonl", *(boxed(answer) for answer in answers))
-    lines, shown, summary = run(data, concurrency=8)
+    lines, shown, summary = run(data)
     assert [line["line"] for line in lines] == list(range(1, 201))
     assert [line["reward"] for line in lines] == [1.0, 0.0, 1.0, 0.0] * 50
     first = lines[0]
@@ -57,13 +58,13 @@ def test_lines_come_out_in_order_with_a_summary(tmp_path: Path) -> None:
 
 
 def test_options_are_given_as_words(tmp_path: Path) -> None:
-    assert parse_options(["right=10", "format=add", "sandbox.memory_mb=64"]) == {
+    assert parse_settings(["right=10", "format=add", "sandbox.memory_mb=64"]) == {
         "right": 10,
         "format": "add",
         "sandbox": {"memory_mb": 64},
     }
-    with pytest.raises(UserError, match="option: got 'right', allowed: key=value"):
-        parse_options(["right"])
+    with pytest.raises(UserError, match="override: got 'right', allowed: key"):
+        parse_settings(["right"])
     data = write(tmp_path / "data.jsonl", boxed(42))
     assert run(data, options={"right": 10})[0][0]["reward"] == 10.0
     with pytest.raises(UserError, match="did you mean right"):
@@ -98,11 +99,11 @@ def test_an_absent_or_empty_file_is_a_mistake(tmp_path: Path) -> None:
 
 
 def test_the_rollouts_of_a_run_can_be_scored_again(tmp_path: Path) -> None:
-    logged = boxed(42, rollout_id="g.0", response_length=99, finish_reason="length", group_id="g")
+    logged = boxed(42, rollout_id="g.0", response_length=4095, finish_reason="length", group_id="g")
     write(tmp_path / "rollouts.jsonl", logged, boxed(42, response_length=10))
     console = Console(file=io.StringIO())
     out = tmp_path / "scored"
-    score_file(tmp_path, "soft_overlong", out, {}, max_tokens=100, console=console)
+    score_file(tmp_path, "soft_overlong", out, {}, console=console)
     assert [json.loads(line)["reward"] for line in out.read_text().splitlines()] == [-1.0, 0.0]
 
 

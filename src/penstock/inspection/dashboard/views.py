@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.config.changes import flat
 from penstock.errors import PenstockError, RunError, UserError
@@ -23,6 +23,8 @@ from penstock.inspection.timeline import Interval, Lane, lanes, read_events, ses
 from penstock.inspection.track.console import stretches
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
+
+V = TypeVar("V")
 
 MOST_POINTS = 400  # of one curve
 GROUPS_AT_ONCE = 8
@@ -311,37 +313,28 @@ def _compared(result: Comparison) -> dict[str, Any]:
 # -- the views by their names ------------------------------------------------------------------
 
 
-def _shown_overview(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
-    value, wait = run.value("overview", overview)
-    return {**value, "id": run.id, "again_in_s": wait}
+def _kept(
+    run: ShownRun, name: str, read: Callable[[RunFolder], V], show: Callable[[V], dict[str, Any]]
+) -> dict[str, Any]:
+    """What a view shows of a value that costs something to read, and when to ask again."""
+    value, wait = run.value(name, read)
+    return {**show(value), "again_in_s": wait}
 
 
-def _shown_samples(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
-    return groups(run.folder, query)
-
-
-def _shown_pairs(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
-    value, wait = run.value("pairs", first_and_last)
-    return {"comparisons": [_compared(result) for result in value], "again_in_s": wait}
-
-
-def _shown_journal(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
-    value, wait = run.value("journal", journal_state)
-    return {**value, "again_in_s": wait}
-
-
-def _shown_timeline(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
-    read, wait = run.value("lanes", read_lanes)
-    start, end = (float(query.get(name) or 0) for name in ("from", "to"))
-    return {**timeline(*read, start, end), "again_in_s": wait}
+def _moments(query: Mapping[str, str]) -> tuple[float, float]:
+    return float(query.get("from") or 0), float(query.get("to") or 0)
 
 
 View = Callable[[ShownRun, Mapping[str, str]], dict[str, Any]]
 
 VIEWS: dict[str, View] = {
-    "overview": _shown_overview,
-    "samples": _shown_samples,
-    "pairs": _shown_pairs,
-    "journal": _shown_journal,
-    "timeline": _shown_timeline,
+    "overview": lambda run, _: _kept(run, "overview", overview, dict) | {"id": run.id},
+    "samples": lambda run, query: groups(run.folder, query),
+    "pairs": lambda run, _: _kept(
+        run, "pairs", first_and_last, lambda pairs: {"comparisons": list(map(_compared, pairs))}
+    ),
+    "journal": lambda run, _: _kept(run, "journal", journal_state, dict),
+    "timeline": lambda run, query: _kept(
+        run, "lanes", read_lanes, lambda read: timeline(*read, *_moments(query))
+    ),
 }

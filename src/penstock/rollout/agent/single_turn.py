@@ -7,8 +7,7 @@ An error fails only the rollout it belongs to. Retries are made by the group run
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -40,19 +39,15 @@ class SingleTurn(AgentLoop):
         reward: Reward,
         sampling: SamplingConfig,
         decode: Callable[[np.ndarray], str],
-        temperature: Callable[[int], float] | None = None,
     ) -> None:
         self._engine = engine
         self._reward = reward
         self._sampling = sampling
         self._decode = decode
-        self._temperature = temperature or (lambda version: annealed_temperature(sampling, version))
         self._running: dict[str, None] = {}  # request ids, in the order of their start
         self._requests = 0
         self._newest_params: SamplingParams | None = None
         self._aborting: set[asyncio.Task[None]] = set()
-        self._searching = asyncio.Lock()  # one group at a time is asked one by one
-        self._engine_is_broken = False  # by the last search; until a call succeeds
 
     async def generate(self, rollout: Rollout, *, enable_partial_rollout: bool = False) -> Rollout:
         """Generate and score one rollout; it ends COMPLETED, ABORTED or FAILED."""
@@ -86,7 +81,7 @@ class SingleTurn(AgentLoop):
         if not rollout.is_finished:
             rollout.finish_reason = ""
         if not len(rollout.response_ids):  # a partial response keeps the settings it began with
-            rollout.temperature = self._temperature(rollout.issued_version)
+            rollout.temperature = annealed_temperature(self._sampling, rollout.issued_version)
             rollout.min_tokens = self._sampling.min_tokens
 
     async def _generate(self, rollouts: list[Rollout]) -> None:
@@ -95,60 +90,23 @@ class SingleTurn(AgentLoop):
         requests = [self._request(rollout) for rollout in rollouts]
         ids = [request.request_id for request in requests]
         self._running.update(dict.fromkeys(ids))
-        generations: Sequence[Generation | BaseException]
-        try:
-            try:  # all at once, to share a prefill
-                generations = await self._engine.generate_many(requests)
-                self._engine_is_broken = False
-            except EnginesLost:
-                raise
-            except Exception as error:  # a rollout's edge: only the request at fault fails
-                generations = await self._ask_each_alone(requests, error)
+        try:  # all at once, to share a prefill
+            generations = await self._engine.generate_many(requests)
+        except EnginesLost:
+            raise
         except asyncio.CancelledError:
             self._abort_later(ids)  # the caller was cancelled: free the engine
             raise
+        except Exception as error:  # the edge of a group: an engine that raises fails its rollouts
+            self._abort_later(ids)
+            for rollout in rollouts:
+                rollout.fail(f"engine: {type(error).__name__}: {error}")
+            return
         finally:
             for request_id in ids:
                 self._running.pop(request_id, None)
         for rollout, generation in zip(rollouts, generations, strict=True):
-            if isinstance(generation, BaseException):
-                rollout.fail(f"engine: {type(generation).__name__}: {generation}")
-            else:
-                self._take(rollout, generation)
-
-    async def _ask_each_alone(
-        self, requests: list[GenerationRequest], error: Exception
-    ) -> Sequence[Generation | BaseException]:
-        """After an error of all requests together, the answer or the error of each request alone.
-
-        So a request that the engine refuses costs its own rollout only. If the first two raise as well, the
-        engine is at fault: neither the others are sent, nor those of further groups, until a call succeeds.
-        """
-        if len(requests) == 1:
-            return [error]
-        self._abort_later([request.request_id for request in requests])
-        async with self._searching:
-            if self._engine_is_broken:
-                return [error] * len(requests)
-            first = await asyncio.gather(
-                *map(self._ask_alone, requests[:2]), return_exceptions=True
-            )
-            self._engine_is_broken = all(isinstance(answer, BaseException) for answer in first)
-            if self._engine_is_broken:
-                return [*first, *[error] * len(requests[2:])]
-            rest = await asyncio.gather(*map(self._ask_alone, requests[2:]), return_exceptions=True)
-            return [*first, *rest]
-
-    async def _ask_alone(self, request: GenerationRequest) -> Generation:
-        request_id = f"{request.request_id}-alone"
-        self._running[request_id] = None
-        try:
-            return await self._engine.generate(replace(request, request_id=request_id))
-        except asyncio.CancelledError:
-            self._abort_later([request_id])
-            raise
-        finally:
-            self._running.pop(request_id, None)
+            self._take(rollout, generation)
 
     async def _abort(self, request_ids: list[str]) -> None:
         """Abort requests; an abort that fails costs tokens and no more, so its error is not raised."""

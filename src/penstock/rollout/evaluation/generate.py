@@ -94,7 +94,7 @@ def _sample(prompt: str, generation: Generation, chat: ChatTemplate) -> Sample:
     )
 
 
-def describe(samples: Iterable[Sample], *, per_token: bool = True) -> Iterable[str]:
+def describe(samples: Iterable[Sample]) -> Iterable[str]:
     """Yield lines for a terminal: the text, then each token with its log-prob."""
     for sample in samples:
         yield f"prompt: {sample.prompt}"
@@ -102,9 +102,8 @@ def describe(samples: Iterable[Sample], *, per_token: bool = True) -> Iterable[s
             f"  {sample.text!r}  [{sample.finish_reason}, {len(sample.tokens)} tokens, "
             f"mean log-prob {sample.mean_logprob:.3f}]"
         )
-        if per_token:
-            pairs = zip(sample.tokens, sample.logprobs, strict=True)
-            yield "  " + " ".join(f"{token!r}:{logprob:.2f}" for token, logprob in pairs)
+        pairs = zip(sample.tokens, sample.logprobs, strict=True)
+        yield "  " + " ".join(f"{token!r}:{logprob:.2f}" for token, logprob in pairs)
 
 
 def _no_weights(handle: WeightHandle) -> Iterable[tuple[str, Any]]:

@@ -12,20 +12,17 @@ import contextlib
 import json
 import sys
 import time
-import tomllib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from penstock import files
 from penstock.config import RewardConfig
-from penstock.config.secrets import refuse_secrets
 from penstock.errors import RewardError, UserError
 from penstock.reward import VerifiableReward, build_reward
 from penstock.types import Prompt, Rollout, Score, VersionSegment
@@ -87,34 +84,12 @@ class Record:
     prompt: Prompt
 
 
-def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """Parse `key=value` (or `table.key=value`) words of the command line into an options table."""
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, raw = pair.partition("=")
-        if not equals or not all(key.split(".")):
-            raise UserError(f"option: got {pair!r}, allowed: key=value")
-        try:
-            value = tomllib.loads(f"value = {raw}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = raw  # a bare word is a string
-        *tables, last = key.split(".")
-        table = options
-        for name in tables:
-            table = table.setdefault(name, {})
-        table[last] = value
-    refuse_secrets(options)  # a command line is in the list of processes
-    return options
-
-
 def score_file(
     data: Path,
     reward: str,
     out: Path | None = None,
     options: dict[str, Any] | None = None,
     *,
-    max_tokens: int = MAX_TOKENS,
-    concurrency: int = CONCURRENCY,
     console: Console | None = None,
 ) -> ScoreSummary:
     """Score every line of `data`; write results to `out` or stdout, progress and summary to stderr."""
@@ -124,11 +99,11 @@ def score_file(
         raise UserError(f"score: got {str(data)!r}, allowed: a JSONL file or a run folder")
     total = _check_lines(path)
     named = [RewardConfig(type=reward, options=options or {})]
-    scorer = build_reward(named, max_tokens=max_tokens, is_chat=_has_messages(path))
+    scorer = build_reward(named, max_tokens=MAX_TOKENS, is_chat=_has_messages(path))
     with contextlib.ExitStack() as stack:
         target = stack.enter_context(out.open("w", encoding="utf-8")) if out else sys.stdout
-        advance = stack.enter_context(_progress(console, total))
-        summary = asyncio.run(_score_all(path, scorer, target, concurrency, advance))
+        show = stack.enter_context(files.progress_bar("scoring", console))
+        summary = asyncio.run(_score_all(path, scorer, target, lambda done: show(done, total)))
     for line in summary.lines():
         console.print(line, highlight=False)
     return summary
@@ -217,34 +192,19 @@ def _make_record(
     return Record(number, str(fields.get("group_id", f"line:{number}")), rollout, prompt)
 
 
-@contextlib.contextmanager
-def _progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal, nothing elsewhere."""
-    if not console.is_terminal:
-        yield lambda count: None
-        return
-    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("scoring", total=total)
-        yield lambda count: progress.advance(task, count)
-
-
 async def _score_all(
     path: Path,
     reward: VerifiableReward,
     target: TextIO,
-    concurrency: int,
-    advance: Callable[[int], None],
+    show: Callable[[int], None],
 ) -> ScoreSummary:
     summary, started = ScoreSummary(), time.monotonic()
     try:
-        async for records, outcomes in _in_order(
-            _groups(path, reward.needs_group), reward, concurrency
-        ):
+        async for records, outcomes in _in_order(_groups(path, reward.needs_group), reward):
             for record, (score, error, seconds) in zip(records, outcomes, strict=True):
                 summary.add(score)
                 target.write(json.dumps(_output(record, score, error, seconds)) + "\n")
-            advance(len(records))
+            show(summary.count)
     finally:
         await reward.close()
     summary.seconds = time.monotonic() - started
@@ -268,14 +228,14 @@ def _groups(path: Path, whole: bool) -> Iterator[list[Record]]:
 
 
 async def _in_order(
-    groups: Iterator[list[Record]], reward: VerifiableReward, concurrency: int
+    groups: Iterator[list[Record]], reward: VerifiableReward
 ) -> AsyncIterator[tuple[list[Record], list[Scored]]]:
-    """Score up to `concurrency` groups at once; yield them in order."""
+    """Score up to CONCURRENCY groups at once; yield them in order."""
     running: deque[tuple[list[Record], asyncio.Task[list[Scored]]]] = deque()
     async with asyncio.TaskGroup() as tasks:
         for records in groups:
             running.append((records, tasks.create_task(_score_group(reward, records))))
-            if len(running) >= concurrency:
+            if len(running) >= CONCURRENCY:
                 done, task = running.popleft()
                 yield done, await task
         while running:

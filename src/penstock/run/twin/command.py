@@ -110,13 +110,10 @@ def _write(what: str, path: Path, text: str) -> None:
 
 def _config(arguments: list[str], profile: str):  # type: ignore[no-untyped-def]
     """The config of a file, else that of the profile's run, with the settings laid over it."""
-    from penstock.config.source import load_config, with_overrides
+    from penstock.config.source import load_config, split_words, with_overrides
     from penstock.store.run_folder import find
 
-    files = [word for word in arguments if "=" not in word]
-    if len(files) > 1:
-        raise UserError(f"arguments: got {len(files)} config files {files}, allowed: at most one")
-    settings = [word for word in arguments if "=" in word]
-    if not files and profile and Path(profile).suffix != ".json":
+    file, settings = split_words(arguments)
+    if file is None and profile and Path(profile).suffix != ".json":
         return with_overrides(find(profile).config(), settings)
-    return load_config(files[0] if files else None, settings).config
+    return load_config(file, settings).config

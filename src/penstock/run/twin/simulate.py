@@ -49,7 +49,7 @@ from penstock.types import Prompt, Rollout
 from penstock.waits import Waits, loop_time
 from penstock.workers.inline import ThreadWorker
 from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
-from penstock.workers.workers import Workers, assemble, colocated_publishes
+from penstock.workers.workers import Workers, start_workers
 
 MOST_ENGINES = 64
 MANY_GROUPS, LEAST_STEPS = 20_000, 6
@@ -328,21 +328,14 @@ class _Twin:
 
         engines = [supervised(f"engine-{n}", engine) for n, engine in enumerate(self.engines)]
         trainer = supervised("trainer", self._trainer)
-        for worker in (*engines, trainer):
-            await worker.start()
-
-        async def nothing() -> None: ...
-
-        workers = assemble(
-            "virtual",
+        asked = config.engine.model_copy(update={"max_slots": 0})  # ask each engine
+        workers = await start_workers(
+            config.model_copy(update={"engine": asked}),
+            steps,
+            events,
             trainer,
             engines,
-            nothing,
-            events,
-            "virtual",
-            publishes=colocated_publishes(config, steps),
-            settings=config.engine.model_copy(update={"max_slots": 0}),  # ask each engine
-            may_leave=config.may_leave_engines(),
+            sync="virtual",
         )
         assert workers.engine is not None
         await workers.engine.start()

@@ -20,14 +20,7 @@ from penstock.workers.processes.process_worker import (
 )
 from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks, Worker
 from penstock.workers.supervise.trainer import as_one_worker, port_of, reserve_port
-from penstock.workers.workers import (
-    Workers,
-    all_or_first_error,
-    assemble,
-    colocated_publishes,
-    start_all,
-    start_or_close,
-)
+from penstock.workers.workers import Workers, all_or_first_error, start_workers
 
 
 async def start(
@@ -50,18 +43,15 @@ async def start(
     async def clean_up() -> None:
         folder.remove()
 
-    await start_or_close(start_all(trainer, engines, settings), (trainer, *engines), clean_up)
-    return assemble(
-        "local",
+    return await start_workers(
+        config,
+        total_steps,
+        events,
         trainer,
         engines,
-        clean_up,
-        events,
-        kind,
-        make_engine,
-        publishes=colocated_publishes(config, total_steps),
-        settings=config.pool_engine(),
-        may_leave=config.may_leave_engines(),
+        sync=kind,
+        make_engine=make_engine,
+        clean_up=clean_up,
     )
 
 

@@ -31,14 +31,7 @@ from penstock.workers.supervise.supervised import (
     Worker,
 )
 from penstock.workers.supervise.trainer import as_one_worker
-from penstock.workers.workers import (
-    Workers,
-    all_or_first_error,
-    assemble,
-    colocated_publishes,
-    start_all,
-    start_or_close,
-)
+from penstock.workers.workers import Workers, all_or_first_error, start_workers
 
 
 async def start(
@@ -116,19 +109,16 @@ async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers
         placement.release()
         disconnect(ours)
 
-    await start_or_close(start_all(trainer, engines, settings), (trainer, *engines))
-    return assemble(
-        "ray",
+    return await start_workers(
+        actors.config,
+        total_steps,
+        events,
         trainer,
         engines,
-        clean_up,
-        events,
-        actors.sync,
-        make_engine,
-        publishes=colocated_publishes(actors.config, total_steps),
+        sync=actors.sync,
+        make_engine=make_engine,
+        clean_up=clean_up,
         copies=actors.copies,
-        settings=actors.config.pool_engine(),
-        may_leave=actors.config.may_leave_engines(),
         start_agent=partial(_start_agent, actors),
     )
 

@@ -15,7 +15,7 @@ import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -138,7 +138,6 @@ class Supervised:
         self.events = events
         self._spawn, self._settings = spawn, settings
         self._when_closed = when_closed
-        self._prepare: Prepare | None = None  # None: the end of the worker is final
         self._owner = Restarts()
         self._ends: deque[float] = deque()  # when workers ended, within the restart window
         self._faults: deque[float] = deque()  # when they died of the newest fault, in a row
@@ -158,11 +157,11 @@ class Supervised:
     def can_restart(self) -> bool:
         """Whether a worker that is killed now would be followed by another one."""
         worker = self._current
-        return self._prepare is not None and (worker is None or worker.can_be_killed)
+        return self._owner.prepare is not None and (worker is None or worker.can_be_killed)
 
     def restart_with(self, owner: Restarts) -> None:
         """From now on, restart the worker when it ends, with the help of its owner."""
-        self._prepare, self._owner = owner.prepare, owner
+        self._owner = owner
 
     def retire(self, reason: str) -> None:
         """Refuse every further call: the worker was closed for good."""
@@ -218,7 +217,7 @@ class Supervised:
     async def end(self, reason: str) -> None:
         """Kill the current worker for good, if it can be killed: every call of it fails."""
         worker = self._current
-        self._prepare = None
+        self._owner = replace(self._owner, prepare=None)
         if worker is not None and worker.can_be_killed:
             await self.replace(reason)
 
@@ -313,8 +312,8 @@ class Supervised:
         async with self._owner.start_context():
             worker = self._starting = await self._spawn()
             try:
-                assert self._prepare is not None
-                await self._prepare(partial(call_worker, worker, self.events.waits))
+                assert self._owner.prepare is not None
+                await self._owner.prepare(partial(call_worker, worker, self.events.waits))
             except BaseException:  # not prepared: the worker must not outlive it
                 await worker.close()
                 raise
@@ -328,7 +327,7 @@ class Supervised:
         for times in (self._ends, self._faults):
             while times and times[0] < now - RESTART_WINDOW_S:
                 times.popleft()
-        if self._prepare is None or len(self._ends) >= self._settings.max_restarts:
+        if self._owner.prepare is None or len(self._ends) >= self._settings.max_restarts:
             return False
         if len(self._faults) >= _SAME_FAULTS:
             return False
@@ -342,7 +341,7 @@ class Supervised:
         return 0.0 if not before else min(base * 2.0 ** (before - 1), _LONGEST_BACKOFF_S)
 
     def _last_line(self, reason: str) -> str:
-        if self._prepare is None or not self._settings.max_restarts:
+        if self._owner.prepare is None or not self._settings.max_restarts:
             return reason
         if len(self._faults) >= _SAME_FAULTS:
             times = f"{reason}; {self.name} died of this {len(self._faults)} times in a row"
