@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from penstock.config.foreign_words import rows
 from penstock.config.source import toml_value
-from penstock.convert.tables import DEFAULTS, WORDS
+from penstock.convert.tables import DEFAULTS
 
 FOLDER = Path(__file__).parents[1] / "docs" / "coming-from"
 NAMES = {
@@ -36,8 +37,9 @@ def page(system: str) -> str:
         f"| {name} | here | note |",
         "|---|---|---|",
         *(
-            f"| `{word}` | {f'`{rule.key}`' if rule.key else '-'} | {rule.note} |"
-            for word, rule in WORDS[system].items()
+            f"| {_code(*row['word'].split())} | {_code(row['key'])} | {row['note']} |"
+            for row in rows(system)
+            if row["word"]
         ),
         "",
         f"Defaults of {name} that differ from ours; a converted config says them:",
@@ -48,6 +50,10 @@ def page(system: str) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _code(*words: str) -> str:
+    return ", ".join(f"`{word}`" for word in words if word) or "-"
 
 
 def main() -> None:

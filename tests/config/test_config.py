@@ -15,7 +15,14 @@ from penstock.config.doubts import doubts
 from penstock.config.foreign_words import COMMON
 from penstock.config.mistakes import REMOVED, valid_keys
 from penstock.config.plugins import load
-from penstock.config.source import LoadedConfig, config_lines, load_config, to_toml, validate
+from penstock.config.source import (
+    LoadedConfig,
+    config_lines,
+    load_config,
+    to_toml,
+    validate,
+    with_overrides,
+)
 from penstock.errors import UserError
 from penstock.run import preflight
 
@@ -148,6 +155,17 @@ def test_a_mistake_is_one_line_that_names_key_value_and_what_is_allowed(
     assert message.count("got ") <= 1 + message.count("; ")
     for word in words:
         assert word in message
+
+
+def test_a_length_on_the_command_line_replaces_the_one_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nepisodes = 2\n[tasks.train]\n")
+    train = load_config(file, ["train.steps=3"]).config.train
+    assert (train.steps, train.episodes) == (3, None)
+    again = with_overrides(load_config(file).config, ["train.steps=3"]).train
+    assert (again.steps, again.episodes) == (3, None)
+    train = load_config(None, ["train.episodes=1.5"]).config.train  # the demo has steps
+    assert (train.steps, train.episodes) == (None, 1.5)
 
 
 @pytest.mark.parametrize(

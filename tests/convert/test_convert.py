@@ -216,14 +216,72 @@ def test_colossalai() -> None:
     assert config.algorithm.kl_beta == 0
     assert config.tasks["train"].system_prompt == "Think first."
     assert (config.train.schedule, config.produce.max_staleness) == ("cosine", 1)
+    assert config.algorithm.filter_range == (0.01, 0.99)
+    assert config.tasks["train"].rewards[0].weight == 10
+    assert config.sync.every_steps == 32  # 64 prompts of one producer, 2 an update
     assert "a right answer is 1 here, 10 there" in text
+
+
+def of_colossalai(words: str) -> tuple[Config, str]:
+    Path("colossalai.sh").write_text(f"python rl_example.py {words}")
+    return converted("colossalai")
+
+
+@pytest.mark.usefixtures("folder")
+def test_colossalai_without_words_says_its_defaults() -> None:
+    config, text = of_colossalai("-b vllm")
+    assert (config.launch.num_consumers, config.launch.num_producers) == (2, 2)
+    assert (config.train.groups_per_step, config.sync.every_steps) == (64, 2)
+    assert (config.algorithm.aggregation, config.algorithm.dual_clip) == ("sequence", 0)
+    assert (config.train.weight_decay, config.train.betas) == (0.01, (0.9, 0.999))
+    assert (config.sampling.anneal.end, config.sampling.anneal.episodes) == (0.9, 1.0)
+    assert config.sampling.stop == ["</answer>"]
+    assert "<answer>" in config.tasks["train"].system_prompt
+    assert (config.sampling.top_k, config.eval.at_start) == (0, False)
+    assert "Without a counterpart" not in text
+
+
+@pytest.mark.usefixtures("folder")
+def test_every_evaluation_set_of_colossalai_is_a_task() -> None:
+    sets = """'{"math": "data.jsonl", "a.b c": "data.jsonl"}'"""
+    config, _ = of_colossalai(f"-ed {sets} -s 'Be brief.' -ei 10 -rt boxed -mpt 64")
+    assert set(config.eval.tasks) == {"math", "a-b-c"}
+    for task in config.eval.tasks.values():
+        assert (task.data, task.system_prompt) == ("data.jsonl", "Be brief.")
+        assert (task.rewards[0].type, task.max_prompt_tokens) == ("boxed", 64)
+    assert (config.eval.every_steps, config.eval.at_start) == (10, True)
+    assert config.sampling.stop == []
+    assert list(of_colossalai_again("-ed data.jsonl").eval.tasks) == ["heldout"]
+
+
+def of_colossalai_again(words: str) -> Config:
+    Path("colossalai.toml").unlink()
+    return of_colossalai(words)[0]
+
+
+@pytest.mark.usefixtures("folder")
+def test_words_of_colossalai_with_more_than_one_meaning() -> None:
+    config, text = of_colossalai(
+        "-m base --checkpoint-path saved --ray_dir /tmp/ray -b transformers -ptp 1 -topk -1 -t 4 -tp 2 -i 3"
+        " -tbs 8 -ibs 16 -rt code --code-verifier-api-url http://judge:8000"
+    )
+    assert (config.model.path, config.model.tokenizer) == ("saved", "base")
+    assert (config.engine.name, config.engine.options) == ("transformers", {})
+    assert config.sampling.top_k == 0
+    assert (config.train.groups_per_step, config.sync.every_steps) == (16, 3)  # 2 ranks of data
+    assert (config.launch.num_consumers, config.launch.num_producers) == (4, 3)
+    assert config.tasks["train"].rewards[0].options == {"servers": ["http://judge:8000"]}
+    assert "not known" not in text
+    config = of_colossalai_again("-m base --tokenizer-path other -b async-vllm -ptp 2")
+    assert (config.model.path, config.model.tokenizer) == ("base", "other")
+    assert (config.engine.name, config.engine.options) == ("vllm", {"tensor_parallel_size": 2})
 
 
 def test_xtuner(folder: Path) -> None:
     config, text = converted("xtuner")
     assert config.model.path == str(folder / "policy")  # an environment variable
     assert config.train.groups_per_step == 2  # the default of one that is not set
-    assert (config.algorithm.name, config.algorithm.aggregation) == ("rloo", "token")
+    assert (config.algorithm.baseline, config.algorithm.aggregation) == ("leave_one_out", "token")
     assert (config.algorithm.clip_high, config.algorithm.dual_clip) == (0.28, 10.0)
     correction = config.algorithm.correction
     assert (correction.kind, correction.cap) == ("token_truncate", 3.0)

@@ -26,6 +26,7 @@ from penstock.config.tree import leaves
 from penstock.errors import UserError
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # TOML takes none of them as they are
+_LENGTHS = {"train.steps": "episodes", "train.episodes": "steps"}  # a run has one of them
 DEMO_CONFIG = Path(__file__).parent / "demo" / "demo.toml"
 
 
@@ -62,9 +63,7 @@ def load_config(
     tree = {} if bare else _read_toml(source)
     label = "built-in demo" if path is None else f"file {source}"
     origins = {key: label for key, _ in leaves(tree)} if tree else {}
-    for text in overrides:
-        key, value = _parse_override(text)
-        _put(tree, key, value)
+    for key in _override(tree, overrides):
         origins = {k: v for k, v in origins.items() if not k.startswith(f"{key}.")}
         origins[key] = "command line"
     refuse_secrets(tree)
@@ -74,10 +73,22 @@ def load_config(
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """The config with `key.sub=value` settings laid over it."""
     tree = config.model_dump(mode="json")
-    for text in overrides:
-        _put(tree, *_parse_override(text))
+    _override(tree, overrides)
     refuse_secrets(tree)
     return validate(tree)
+
+
+def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Lay settings over a tree and return their keys; the length of a run replaces the one it has."""
+    settings = [_parse_override(text) for text in overrides]
+    keys = [key for key, _ in settings]
+    for key, other in _LENGTHS.items():
+        section = tree.get("train")
+        if key in keys and f"train.{other}" not in keys and isinstance(section, dict):
+            section.pop(other, None)
+    for key, value in settings:
+        _put(tree, key, value)
+    return keys
 
 
 def validate(tree: dict[str, Any]) -> Config:

@@ -3,7 +3,8 @@
 A row has a word, our key, the translation of the value, and a note that is written beside it. A row without
 a key has no counterpart; its note says why. A row without a word is a default of theirs that differs from
 ours and so must be written down. A translation is a name of `TRANSLATIONS`, or pairs such as
-`gae>grpo *>reinforce`: a value that is not listed becomes that of `*`, or stays.
+`gae>grpo *>reinforce`: a value that is not listed becomes that of `*`, or stays. A word may have other
+spellings behind it (`model m`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,34 @@ from typing import Any
 from penstock.config.foreign_words import SYSTEMS, rows
 
 TASK, EVAL = "tasks.train", "eval.tasks.heldout"
+
+# ColossalAI's algorithms are GRPO's loss of token ratios with other advantages, a mean of each response first.
+_OF_RESPONSES = {"name": "grpo", "aggregation": "sequence"}
+COLOSSALAI_LOSSES: dict[str, dict[str, Any]] = {
+    "GRPO": _OF_RESPONSES,
+    "RLOO": {**_OF_RESPONSES, "baseline": "leave_one_out", "normalize": "none"},
+    "REINFORCE_PPB": {
+        "name": "reinforce_pp_baseline",
+        "aggregation": "sequence",
+        "kl_in": "reward",
+        "kl_estimator": "k3",
+    },
+    "DAPO": {
+        "name": "dapo",
+        "aggregation": "token",
+        "kl_beta": 0.0,
+        "filter_range": [0.01, 0.99],
+        "overlong_penalty": 10.0,
+    },
+}
+COLOSSALAI_FORMS = {  # reward type: the system prompt, in our words, and the stop strings
+    "think_answer_tags": (
+        "Reason in <think> </think>, then give only the final answer in <answer> </answer>.",
+        ["</answer>"],
+    ),
+    "boxed": ("Reason step by step and put the final answer in \\boxed{}.", []),
+    "code": ("You are a helpful assistant.", []),
+}
 
 
 def read(value: Any) -> Any:
@@ -103,12 +132,18 @@ def _default(text: str) -> Any:
         return text
 
 
-WORDS = {
-    system: {
-        row["word"]: Rule(row["key"], row["value"], row["note"])
-        for row in rows(system)
+def rules(table: str) -> dict[str, Rule]:
+    """The rules of a table by their words."""
+    return {
+        row["word"].split()[0]: Rule(row["key"], row["value"], row["note"])
+        for row in rows(table)
         if row["word"]
     }
+
+
+WORDS = {system: rules(system) for system in SYSTEMS}
+SPELLINGS = {  # other spelling: word
+    system: {other: row["word"].split()[0] for row in rows(system) for other in row["word"].split()}
     for system in SYSTEMS
 }
 DEFAULTS = {  # key, value, note

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.config.source import load_config, toml_key, toml_value
-from penstock.convert.tables import DEFAULTS, EVAL, TASK, WORDS, Rule, read, trackers
+from penstock.convert.tables import (
+    COLOSSALAI_FORMS,
+    COLOSSALAI_LOSSES,
+    DEFAULTS,
+    EVAL,
+    SPELLINGS,
+    TASK,
+    WORDS,
+    Rule,
+    read,
+    trackers,
+)
 from penstock.convert.words import OF_EVALUATION, FromEnvironment, Unread, read_words
 from penstock.errors import UserError
 
@@ -58,7 +72,8 @@ def write_config(system: str, file: Path, out: Path | None = None) -> Path:
 
 def convert(system: str, path: Path) -> str:
     """The TOML for a command line or a config file of `system`."""
-    conversion = Conversion(read_words(path))
+    spellings = SPELLINGS[system]
+    conversion = Conversion({spellings.get(word, word): v for word, v in read_words(path).items()})
     for word, value in conversion.words.items():
         _translate(conversion, word, value, WORDS[system].get(word))
     try:
@@ -233,10 +248,14 @@ def _verl(conversion: Conversion) -> None:
         conversion.put("train.mini_batches", prompts // int(mini), f"ppo_mini_batch_size = {mini}")
     in_loss = conversion.take(f"{actor}.use_kl_loss", False)
     in_reward = conversion.take("algorithm.use_kl_in_reward", False)
-    if in_reward:
-        conversion.put("algorithm.kl_in", "reward", "use_kl_in_reward")
-    elif not in_loss:
+    if not (in_loss or in_reward):
         conversion.put("algorithm.kl_beta", 0.0, "neither use_kl_loss nor use_kl_in_reward")
+        conversion.settings.pop("algorithm.kl_estimator", None)
+    elif in_reward:
+        conversion.put("algorithm.kl_in", "reward", "use_kl_in_reward")
+        conversion.put("algorithm.kl_estimator", "k1", "verl's kl_penalty")
+    conversion.settings.setdefault("algorithm.kl_beta", (0.001, "verl's default"))
+    _rloo_of_tokens(conversion)
     function = conversion.take("custom_reward_function.path")
     name = conversion.take("custom_reward_function.name", "compute_score")
     if function:
@@ -278,27 +297,93 @@ def _openrlhf(conversion: Conversion) -> None:
     betas = str(conversion.take("adam_betas", "")).strip("()").replace(",", " ").split()
     if len(betas) == 2:
         conversion.put("train.betas", [float(beta) for beta in betas])
+    _rloo_of_tokens(conversion)
     nodes, each = conversion.take("actor_num_nodes", 1), conversion.take("actor_num_gpus_per_node")
     if each is not None:
         conversion.put("launch.num_consumers", int(nodes) * int(each), "actor nodes x GPUs")
-    _warm_up(conversion, conversion.take("lr_warmup_ratio"))
+    _warm_up(conversion, conversion.take("lr_warmup_ratio", 0.03))
 
 
 def _colossalai(conversion: Conversion) -> None:
-    ranks = int(conversion.value("launch.num_consumers", 2))
-    ranks //= int(read(conversion.words.get("tp", 1))) * int(read(conversion.words.get("pp", 1)))
-    each = int(conversion.value("train.groups_per_step", 32))
-    conversion.put(
-        "train.groups_per_step",
-        each * max(1, ranks),
-        f"{each} prompts of each of {max(1, ranks)} ranks",
+    algorithm = str(conversion.take("algo", "GRPO")).upper()
+    for name, value in COLOSSALAI_LOSSES.get(algorithm, {"name": algorithm.lower()}).items():
+        conversion.put(f"algorithm.{name}", value, f"algo = {algorithm}")
+    _colossalai_sizes(conversion)
+    _colossalai_rewards(conversion)
+    _colossalai_sampling(conversion)
+    checkpoint = conversion.take("checkpoint_path")
+    if checkpoint:
+        model = conversion.value("model.path", None)
+        if model and "model.tokenizer" not in conversion.settings:
+            conversion.put("model.tokenizer", model, "the tokenizer of model")
+        conversion.put("model.path", str(checkpoint), "checkpoint_path; the optimizer starts anew")
+
+
+def _colossalai_sizes(conversion: Conversion) -> None:
+    """Translate prompts of one rank and of one producer into those of an update and of a sync period."""
+    copies = [int(conversion.value(f"train.parallel.{axis}", 1)) for axis in ("tensor", "pipeline")]
+    ranks = max(1, int(conversion.value("launch.num_consumers", 2)) // math.prod(copies))
+    each = int(conversion.take("train_batch_size", 32))
+    update = each * ranks
+    conversion.put("train.groups_per_step", update, f"{each} prompts of each of {ranks} ranks")
+    each, producers = (
+        int(conversion.take("inference_batch_size", 64)),
+        int(conversion.value("launch.num_producers", 2)),
     )
-    servers = conversion.take("cv")
-    if servers:
-        urls = str(servers).replace(",", " ").split()
-        conversion.put(f"{TASK}.rewards", [{"type": "code", "options": {"servers": urls}}], "-cv")
-    if str(conversion.value("algorithm.name", "")) == "dapo":
-        conversion.put("algorithm.kl_beta", 0.0, "DAPO has no KL term, there as here")
+    said = f"{each} prompts of each of {producers} producers"
+    conversion.put("sync.every_steps", max(1, each * producers // update), said)
+    if each * producers % update:
+        conversion.left.append(f"inference_batch_size: {said}, {update} an update: no whole number")
+
+
+def _colossalai_rewards(conversion: Conversion) -> None:
+    servers = str(conversion.take("code_verifier_api_url", "")).replace(",", " ").split()
+    name = str(conversion.take("reward_type", "code" if servers else "think_answer_tags"))
+    reward: dict[str, Any] = {"type": name, "weight": 10.0}
+    if servers and name == "code":
+        reward["options"] = {"servers": servers}
+    conversion.put(f"{TASK}.rewards", [reward], "reward_type; a right answer is 1 here, 10 there")
+    prompt, stop = COLOSSALAI_FORMS.get(name, ("", []))
+    if f"{TASK}.system_prompt" not in conversion.settings and prompt:
+        conversion.put(f"{TASK}.system_prompt", prompt, f"its default for {name}, in our words")
+    if stop:
+        conversion.put("sampling.stop", stop, f"its default for {name}")
+
+
+def _colossalai_sampling(conversion: Conversion) -> None:
+    engine, shards = (
+        conversion.value("engine.name", "transformers"),
+        "producer_tensor_parallel_size",
+    )
+    limit = conversion.take("top_k")
+    if limit is None and engine == "transformers":
+        conversion.put("sampling.top_k", 50, "its default with the transformers backend")
+    elif limit is not None:
+        conversion.put("sampling.top_k", max(0, int(limit)), f"top_k = {limit}")
+    if (count := int(conversion.take(shards, 1))) > 1 and engine == "vllm":
+        conversion.put("engine.options.tensor_parallel_size", count, shards)
+    elif count > 1:
+        conversion.left.append(f"{shards} = {count}: engine transformers has one device; use vllm")
+    every = int(conversion.take("eval_interval", -1))
+    conversion.put("eval.every_steps", max(0, every), f"eval_interval = {every}")
+    conversion.put("eval.at_start", every > 0, f"eval_interval = {every}")
+    if data := conversion.take("eval_dataset"):
+        for name, path in _json_or(data, "heldout").items():
+            conversion.put(f"eval.tasks.{_task_name(name)}.data", str(path), "eval_dataset")
+
+
+def _json_or(text: Any, name: str) -> dict[str, Any]:
+    """The table that a text is as JSON; another text is the table's only value, of this name."""
+    try:
+        table = json.loads(text)
+    except (TypeError, ValueError):
+        return {name: text}
+    return table if isinstance(table, dict) else {name: text}
+
+
+def _task_name(text: str) -> str:
+    """A text as the name of a task, which is a key without dots."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", text) or "task"
 
 
 def _xtuner(conversion: Conversion) -> None:
@@ -324,6 +409,7 @@ def _xtuner(conversion: Conversion) -> None:
         conversion.put("train.min_lr_ratio", min(1.0, float(least) / lr), f"lr_min = {least}")
     _warm_up(conversion, conversion.take("LRConfig.warmup_ratio", 0.03))
     _correct(conversion, f"{loss}rollout_is.rollout_is_")
+    _rloo_of_tokens(conversion)
     shards = int(conversion.value("engine.options.tensor_parallel_size", 1))
     whole = conversion.take(f"{trainer}resources.num_workers")
     ranks = conversion.take(f"{trainer}train_resources.num_workers", whole)
@@ -353,7 +439,9 @@ def _correct(conversion: Conversion, prefix: str) -> None:
     )
     if level not in ("token", "sequence") or mode not in ("truncate", "mask"):
         conversion.left.append(f"{prefix}level = {level}, mode = {mode}: algorithm.correction.kind")
-    elif isinstance(bounds, list):
+    elif not isinstance(bounds, list):
+        conversion.put("algorithm.correction.newest", "trainer", "it computes old log-probs again")
+    else:
         conversion.put(
             "algorithm.correction.kind", f"{level}_{mode}", f"rollout_is: {level}, {mode}"
         )
@@ -369,6 +457,14 @@ TOGETHER: dict[str, Callable[[Conversion], None]] = {
     "colossalai": _colossalai,
     "xtuner": _xtuner,
 }
+
+
+def _rloo_of_tokens(conversion: Conversion) -> None:
+    """Write RLOO's advantages for a loss of token ratios: the method rloo takes those of whole responses."""
+    if conversion.value("algorithm.name", "") == "rloo":
+        conversion.put("algorithm.name", "grpo", "rloo, with ratios of tokens")
+        conversion.put("algorithm.baseline", "leave_one_out", "rloo")
+        conversion.put("algorithm.normalize", "none", "rloo")
 
 
 def _weigh(conversion: Conversion, weights: Any) -> None:
@@ -393,6 +489,9 @@ def _warm_up(conversion: Conversion, share: Any) -> None:
         conversion.left.append(f"warm-up over {share} of the run: set train.warmup_steps")
 
 
+_SHARED = ("rewards", "system_prompt", "max_prompt_tokens", "columns.prompt", "columns.gt_answer")
+
+
 def _complete(conversion: Conversion) -> None:
     """Add what a run needs and the words did not say."""
     if conversion.value("algorithm.kl_beta", None) == 0:
@@ -405,11 +504,11 @@ def _complete(conversion: Conversion) -> None:
     conversion.settings.setdefault(
         f"{TASK}.rewards", ([{"type": "boxed"}], "SAY HERE how responses are scored")
     )
-    if f"{EVAL}.data" in conversion.settings:
-        conversion.put(f"{EVAL}.rewards", conversion.settings[f"{TASK}.rewards"][0])
-        for name in ("max_prompt_tokens", "columns.prompt", "columns.gt_answer"):
+    for key in [key for key in conversion.settings if re.fullmatch(r"eval\.tasks\.\S+\.data", key)]:
+        for name in _SHARED:
             if f"{TASK}.{name}" in conversion.settings:
-                conversion.put(f"{EVAL}.{name}", conversion.settings[f"{TASK}.{name}"][0])
+                shared = conversion.settings[f"{TASK}.{name}"][0]
+                conversion.settings.setdefault(key.removesuffix("data") + name, (shared, ""))
     if "engine.name" not in conversion.settings and any(
         key.startswith("engine.options.") for key in conversion.settings
     ):
