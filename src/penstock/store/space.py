@@ -16,6 +16,7 @@ from penstock.config.demo import model_file, resolve_model_path
 
 TOKEN = 12  # bytes of the journal for a token: id, log-prob, text
 ROLLOUT = 400  # bytes of the journal for a response, beside its tokens
+LONG_LOG = 256 * 2**20  # bytes; SQLite moves the log into the journal after every 4 MiB
 _AHEAD = 100  # steps whose journal must fit
 _MASTER_AND_MOMENTS = 12  # bytes of a trained parameter in a checkpoint, beside the model itself
 
@@ -29,6 +30,7 @@ class DiskSpace:
     checkpoint: int  # the next checkpoint
     journal: int  # the journal's growth over the next `ahead` steps
     ahead: int
+    log: int = 0  # the journal's write-ahead log; SQLite empties it when nobody reads what is older
 
     @property
     def is_short(self) -> bool:
@@ -75,7 +77,8 @@ class DiskWatch:
 
     def look(self, step: int) -> DiskSpace:
         """What is free before a step, and what will be written next."""
-        size = sum(_bytes_of(self._folder / name) for name in ("journal.db", "journal.db-wal"))
+        log = _bytes_of(self._folder / "journal.db-wal")
+        size = _bytes_of(self._folder / "journal.db") + log
         if self._first is None:
             self._first = step, size
         first, size_then = self._first
@@ -87,6 +90,7 @@ class DiskWatch:
             checkpoint=self._checkpoint_bytes(),
             journal=int(growth * ahead),
             ahead=ahead,
+            log=log,
         )
 
     def _checkpoint_bytes(self) -> int:

@@ -198,6 +198,15 @@ def test_a_disk_that_will_be_full() -> None:
     assert "1.0 MiB are free in runs/x; the next checkpoint needs 1.0 GiB" in finding.evidence
 
 
+def test_a_log_that_a_reader_lets_grow() -> None:
+    space = DiskSpace(
+        folder=Path("runs/x"), free=2**40, checkpoint=0, journal=0, ahead=100, log=2**29
+    )
+    [finding] = find(observe(healthy_rows(), disk=space))
+    assert (finding.name, finding.change) == ("long_log", ())
+    assert "journal.db-wal has 512 MiB" in finding.evidence
+
+
 def test_what_is_known_at_the_start() -> None:
     data = {"source": "x", "prompts": 90, "skipped": 10, "longest": 77}
     facts = {

@@ -548,3 +548,24 @@ def test_another_program_that_writes_for_long_is_waited_for(
     assert next(refused, None) is None
     assert journal.query("SELECT version FROM weights") == [(1,)]
     journal.close()
+
+
+def test_a_log_that_an_open_reader_let_grow_is_emptied_after_the_reader(tmp_path: Path) -> None:
+    path, megabyte = tmp_path / "journal.db", "x" * 2**20
+    journal = Journal.open(path, threaded=False)
+    log = path.with_name("journal.db-wal")
+
+    def write(times: int) -> None:
+        for number in range(times):
+            journal.record_identity({f"fact {number}": megabyte})
+            journal.sync()
+
+    with closing(journal):
+        reader = sqlite3.connect(path, isolation_level=None)
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM groups").fetchall()
+        write(24)
+        assert log.stat().st_size > 20 * 2**20
+        reader.close()
+        write(8)
+        assert log.stat().st_size <= 16 * 2**20

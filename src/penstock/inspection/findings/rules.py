@@ -16,6 +16,7 @@ from typing import Any
 from penstock.config import TaskDataConfig
 from penstock.data.identity import MACHINE, OVERLAP, TEMPLATE
 from penstock.inspection.findings.observed import WINDOW, Observed, mean
+from penstock.store.space import LONG_LOG, size_text
 from penstock.types import Finding
 
 Figures = dict[str, Any]  # for the texts; always with `since`; `change` stands in for the row's
@@ -440,6 +441,12 @@ def _full_disk(o: Observed) -> Figures | None:
     return figures
 
 
+def _long_log(o: Observed) -> Figures | None:
+    if o.disk is None or o.disk.log <= LONG_LOG:
+        return None
+    return {"since": o.last_step, "log": size_text(o.disk.log)}
+
+
 def _skipped(o: Observed) -> Figures | None:
     tasks: dict[str, TaskDataConfig] = {f"tasks.{name}": t for name, t in o.config.tasks.items()}
     tasks |= {f"eval.tasks.{name}": task for name, task in o.config.eval.tasks.items()}
@@ -529,6 +536,10 @@ AFTER_STEP: tuple[Rule, ...] = (  # the worst first
     Rule("full_disk", _full_disk,
          "The disk will soon be full, and the run will stop (what was journalled is never lost)",
          "{disk}", after=0),
+    Rule("long_log", _long_log,
+         "Another program has the journal open and lets its log grow",
+         "journal.db-wal has {log}; SQLite empties it when nobody reads what is older",
+         "End the program that reads journal.db", after=0),
     Rule("expired", _expired,
          "Groups are generated in vain: they are too old when their step comes",
          "{expired:.0f} groups expired while {completed:.0f} were completed, with a bound of {staleness}", after=1),

@@ -28,6 +28,7 @@ FORMAT = 1  # PRAGMA user_version of the file
 _LOG_HEADER = 32  # bytes of SQLite's log before its first row
 _INDEX_PART = 32768  # bytes; SQLite makes the index of its log in such parts
 
+_LOG_BYTES = 16 * 2**20  # of the write-ahead log, once nobody reads what is older
 _TABLES = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE prompt_rows(
@@ -175,6 +176,7 @@ def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
     database.execute("PRAGMA journal_mode = WAL")
     database.execute("PRAGMA synchronous = NORMAL")
     database.execute("PRAGMA temp_store = MEMORY")
+    database.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
     # KiB: the cache fills as the file grows, and a run appends more than it reads
     database.execute("PRAGMA cache_size = -4000")
     return database
