@@ -164,6 +164,10 @@ def test_the_table_says_that_it_balances(tmp_path: Path) -> None:
         ("DELETE FROM step_rows WHERE step = 2", "step 2: missing"),
         ("UPDATE weight_rows SET digest = 'torn' WHERE version = 3", "weights 3: "),
         ("UPDATE rollout_rows SET oldest_version = -3 WHERE group_id = 'train:0'", "of staleness"),
+        (
+            "UPDATE group_rows SET reward = reward + 0.5 WHERE group_id = 'train:0'",
+            "group train:0: its reward is ",
+        ),
         # one rollout of a trained group is gone
         ("DELETE FROM rollout_rows WHERE rollout_id = 'train:0.1'", "but 2 with "),
         (

@@ -122,6 +122,7 @@ def _missing_rows(journal: Journal) -> Iterator[str]:
         ):
             yield f"group {group_id}: its draw is missing, but {table} has rows of it"
     yield from _missing_rollouts(journal)
+    yield from _other_rewards(journal)
 
 
 def _missing_rollouts(journal: Journal) -> Iterator[str]:
@@ -136,6 +137,17 @@ def _missing_rollouts(journal: Journal) -> Iterator[str]:
             f"group {group_id}: it has {found or 0} rollouts with {tokens or 0} tokens, "
             f"but {expected or 'its rollouts'} with {expected_tokens} tokens landed"
         )
+
+
+def _other_rewards(journal: Journal) -> Iterator[str]:
+    """Groups whose reward is not the mean of their rollouts' rewards; SQLite adds in another order."""
+    rows = journal.query(
+        "SELECT group_id, groups.reward, mean FROM groups JOIN (SELECT group_id, AVG(reward) AS mean"
+        " FROM rollout_rows GROUP BY group_id) USING(group_id) WHERE landed_at IS NOT NULL"
+        f" AND ABS(mean - groups.reward) > 1e-9 * (1 + ABS(mean)) LIMIT {_MOST}"
+    )
+    for group_id, reward, mean in rows:
+        yield f"group {group_id}: its reward is {reward:g}, but the mean of its rollouts' is {mean:g}"
 
 
 # -- prompts -----------------------------------------------------------------------------------
