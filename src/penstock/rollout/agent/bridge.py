@@ -9,6 +9,7 @@ a turn is rendered whole and becomes a row of its own.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,7 +34,20 @@ _EXAMPLE_TOOL = {
     },
 }
 _EXAMPLE_TEXT = '<tool_call>{"name": NAME, "arguments": {...}}</tool_call>'
-_THINK, _TOOL_CALL = ("<think>", "</think>"), (r"\s*<tool_call>", "</tool_call>")
+_THINK, _TOOL_CALL = "<think>", "<tool_call>"
+_CLOSING = {_THINK: "</think>", _TOOL_CALL: "</tool_call>"}
+_TAG = re.compile("(</?(?:think|tool_call)>)")
+_CALL_TEMPLATE = {  # the text between the tags of a call
+    "start_anchor": "\0",
+    "fields": {
+        "tool_calls": {
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        }
+    },
+}
+_DEEPEST = 32  # levels of a call's arguments; templates and JSON read them by recursion
 
 
 @dataclass(slots=True, frozen=True)
@@ -183,36 +197,43 @@ class Bridge:
 
         prefix = self._chat.decode_prompt(context_ids[-_PREFIX_TOKENS:])
         template = getattr(self._chat.tokenizer, "response_template", None)
-        if template is None:
-            template, prefix = self._fallback, _open_thought(prefix)
         try:
-            text = self._chat.decode_prompt(token_ids)
-            parsed = parse_response(text, template, prefix=prefix, tools=list(tools))
+            if template is None:
+                region = _THINK if prefix.rstrip().endswith(_THINK) else ""
+                parsed = _read_tags(self._chat.decode(token_ids), region, tools)
+            else:
+                text = self._chat.decode_prompt(token_ids)
+                parsed = parse_response(text, template, prefix=prefix, tools=list(tools))
             return _message(parsed, key)
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return {"role": "assistant", "content": self._chat.decode(token_ids)}
 
-    @cached_property
-    def _fallback(self) -> dict[str, Any]:
-        """The form of Qwen and Hermes, for tokenizers that name none: <think> and <tool_call> JSON."""
-        ends = list(self._ends) or ["\0"]
-        fields = {
-            "thinking": {"open": _THINK[0], "close": _THINK[1], "content": "text"},
-            "tool_calls": {
-                "open_pattern": _TOOL_CALL[0],
-                "close": _TOOL_CALL[1],
-                "repeats": True,
-                "content": "json",
-                "transform": {"type": "function", "function": "{content}"},
-            },
-            "content": {"close": ends, "content": "text"},
-        }
-        return {"start_anchor": "\0", "fields": fields}
 
+def _read_tags(text: str, region: str, tools: Sequence[Any]) -> dict[str, Any]:
+    """The form of Qwen and Hermes, for tokenizers that name none: <think> and <tool_call> JSON.
 
-def _open_thought(prefix: str) -> str:
-    """The opening tag if the template has opened the answer with it."""
-    return _THINK[0] if prefix.rstrip().endswith(_THINK[0]) else ""
+    `region` is the tag in which the text begins. Takes linear time, whatever the text is.
+    """
+    from transformers.utils.chat_parsing import parse_response
+
+    bodies: dict[str, list[list[str]]] = {"": [[]], _THINK: [], _TOOL_CALL: []}
+    if region:
+        bodies[region].append([])
+    for piece in _TAG.split(text):
+        if piece == _CLOSING.get(region):
+            region = ""
+        elif not region and piece in _CLOSING:
+            region = piece
+            bodies[region].append([])
+        else:
+            bodies[region][-1].append(piece)
+    texts = {tag: ["".join(body) for body in each] for tag, each in bodies.items()}
+    calls = [
+        parse_response(call, _CALL_TEMPLATE, prefix="", tools=list(tools))["tool_calls"][0]
+        for call in texts[_TOOL_CALL]
+    ]
+    thinking = "\n".join(thought.strip() for thought in texts[_THINK])
+    return {"content": texts[""][0].strip(), "thinking": thinking, "tool_calls": calls}
 
 
 def _message(parsed: Mapping[str, Any], key: int) -> dict[str, Any]:
@@ -229,16 +250,30 @@ def _message(parsed: Mapping[str, Any], key: int) -> dict[str, Any]:
             raise ValueError(
                 f"tool call: got {function!r}, allowed: a name and a table of arguments"
             )
+        if _is_deep(arguments):
+            raise ValueError(f"tool call: got arguments deeper than {_DEEPEST} levels")
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        f"{name}{text}".encode()  # raises ValueError for half a character, which no file holds
         calls.append(
             {
                 "id": f"c{stable_hash(key, number):016x}"[:9],  # the form that every template takes
                 "type": "function",
-                "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+                "function": {"name": name, "arguments": text},
             }
         )
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_DEEPEST):
+        tables = [item.values() if isinstance(item, Mapping) else item for item in level]
+        level = [item for table in tables for item in table if isinstance(item, Mapping | list)]
+        if not level:
+            return False
+    return True
 
 
 def _kind(answer: Message) -> str:

@@ -174,7 +174,7 @@ def arguments_of(call: Mapping[str, Any]) -> Any:
         return arguments
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 
