@@ -95,9 +95,11 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until everything is imported: what imports make is not garbage
     if _has_room(MEMORY):  # runs sync their files after every step
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
-    if "PENSTOCK_TEST_HOME" not in os.environ:  # one key for all test processes, not the user's
+    if (
+        "PENSTOCK_TEST_HOME" not in os.environ
+    ):  # one state folder for all test processes, not the user's
         home = os.environ["PENSTOCK_TEST_HOME"] = tempfile.mkdtemp(prefix="penstock-test-home-")
-        os.environ["XDG_CONFIG_HOME"] = home
+        os.environ["XDG_STATE_HOME"] = home
         atexit.register(shutil.rmtree, home, ignore_errors=True)
     asks = _asks_for("gpu", config) or "PENSTOCK_TEST_VLLM" in os.environ
     if not (asks and _has_gpu()):

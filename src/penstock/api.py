@@ -174,7 +174,7 @@ def _train(
     from penstock.store import trust
 
     loaded = load_config(config, _overrides(settings), bare=config is None).config
-    trust.check_config(None if config is None else str(config), loaded, trust=trusted)
+    trust.check_config(config, trust=trusted)
     return Run(entry.train(loaded, own_data=files))
 
 

@@ -79,7 +79,7 @@ def _trusted_config(
         loaded.require_tasks()
     from penstock.store.trust import check_config
 
-    check_config(path, loaded.config, trust=trust)
+    check_config(path, trust=trust)
     return loaded.config
 
 

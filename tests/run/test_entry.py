@@ -183,7 +183,7 @@ def test_a_run_that_is_not_trusted_or_not_free_starts_nothing(
 ) -> None:
     (tmp_path / "own.py").write_text("def score(response):\n    return 1.0\n")
     run = old_run(**settings_of("own.py:score", "local"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another user"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
     with pytest.raises(UserError, match=r"you did not make it .* execute .*own.py"):
         penstock.resume(run)
     with (

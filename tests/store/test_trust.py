@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pty
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -154,7 +152,7 @@ def test_a_command_that_would_execute_it_names_it_and_stops(
     what = stranger.path / "config.toml" if command in ("train", "check", "eval") else stranger.path
     assert penstock(monkeypatch, command, str(what)) == 2
     said = capsys.readouterr().err
-    assert "execute evil.py" in said
+    assert f"execute {stranger.path}/evil.py" in said
     assert "--trust" in said
     assert len(said.strip().splitlines()) == 1
     assert not was_executed(stranger)
@@ -164,52 +162,33 @@ def test_a_command_that_would_execute_it_names_it_and_stops(
 
 
 ODD_NAMES = [  # how a name can hide that it is one
-    ("evil.py", "{file}:sc-ore"),
-    ("evil.py", "{file}:score.more"),
-    ("evil.py", "{file}:sc ore"),
-    ("evil.py", "{file}:"),
-    ("ev\nil.py", "{file}:score"),
-    ("évil.py", "évil:score"),
-    ("evil.py", " evil:score"),
+    "{file}:sc-ore",
+    "{file}:score.more",
+    "{file}:sc ore",
+    "{file}:",
+    "{folder}/ev\nil.py:score",
+    " evil:score",
 ]
 
 
-@pytest.mark.parametrize(("file", "name"), ODD_NAMES)
-@pytest.mark.parametrize("place", ["reward", "algorithm", "agent"])
-def test_an_odd_name_executes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, name: str, place: str
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_an_odd_name_is_refused_before_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Either it is refused before it is imported, or it is asked about."""
     monkeypatch.chdir(tmp_path)
-    folder = make_run(tmp_path / "theirs", steps=2, groups_per_step=2)
-    evil = tmp_path / file
-    evil.write_text(f"{PWNED}def score(rollout, prompt):\n    return 1.0\n")
-    key = {
-        "reward": "tasks.train.rewards=[{type='holds.the:place'}]",
-        "algorithm": "algorithm.name=holds.the:place",
-        "agent": "tasks.train.agent=holds.the:place",
-    }[place]
-    config = load_config(folder.path / "config.toml", [key]).config
-    odd = json.dumps(name.format(file=evil))[1:-1]  # TOML has the same escapes
-    config_toml, config_json = (
-        text.replace("holds.the:place", odd) for text in (to_toml(config), config.model_dump_json())
-    )
-    (folder.path / "config.toml").write_text(config_toml)
-    journal = Journal.open(folder.journal)
-    journal.record_identity({"config": config_json})
-    journal.close()
-    for command, what in (
-        ("resume", folder.path),
-        ("check", folder.path / "config.toml"),
-        ("train", folder.path / "config.toml"),
-    ):
-        assert penstock(monkeypatch, command, str(what)) == 2
+    for file in (tmp_path / "evil.py", tmp_path / "ev\nil.py"):
+        file.write_text(PWNED)
+    with pytest.raises(UserError, match="allowed"):
+        plugins.load("reward", name.format(file=tmp_path / "evil.py", folder=tmp_path), {})
     assert not (tmp_path / "pwned").exists()
 
 
 NAMES = st.tuples(
     st.text("aé./ -\n", max_size=9), st.sampled_from(["", ".py"]), st.text("aé. -", max_size=5)
 ).map(lambda parts: f"{parts[0]}{parts[1]}:{parts[2]}")
+
+
+DEMO = load_config(None, []).config
 
 
 @given(st.one_of(st.text(max_size=30), NAMES))
@@ -221,16 +200,10 @@ def test_what_can_be_loaded_is_asked_about(name: str) -> None:
         plugins.check_name("reward", name, {})
     except UserError:
         return
-    module = name.rpartition(":")[0]
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        file = Path(module if module.endswith(".py") else f"{module.partition('.')[0]}.py")
-        with contextlib.suppress(OSError, ValueError):  # a name that no file can have
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.touch()
-        words = [f"tasks.train.rewards=[{{type={json.dumps(name)}}}]"]
-        config = load_config(None, words).config
-        listed = trust.acts_of([config], Path(folder))
-    assert listed or not file.name or module.partition(".")[0] == "penstock", name
+    task = DEMO.tasks["train"]
+    rewards = [task.rewards[0].model_copy(update={"type": name})]
+    tasks = {"train": task.model_copy(update={"rewards": rewards})}
+    assert f"execute {name}" in trust.acts_of(DEMO.model_copy(update={"tasks": tasks}))
 
 
 def own_run(tmp_path: Path, *overrides: str) -> RunFolder:
@@ -240,35 +213,51 @@ def own_run(tmp_path: Path, *overrides: str) -> RunFolder:
     return create(load_config(None, words).config)
 
 
-def unsigned(folder: RunFolder) -> list[str]:
-    acts = trust.acts_of([folder.config()], folder.path) + trust.acts_on_files(folder.path)
-    return [act for act in acts if not trust._is_signed(folder.path, act)]
+def is_own(folder: RunFolder) -> bool:
+    try:
+        trust.check(folder.path, [era.config for era in folder.eras()])
+    except UserError:
+        return False
+    return True
 
 
-def test_a_run_of_ones_own_is_not_asked_about_even_after_an_edit_a_move_or_a_backup(
+def test_a_run_of_ones_own_stays_so_after_an_edit_of_its_code_a_move_or_a_copy(
     tmp_path: Path,
 ) -> None:
-    folder = own_run(tmp_path, "launch.kind=ray", "launch.address=10.0.0.1:6379")
-    assert len(trust.acts_of([folder.config()], folder.path)) == 2
-    assert unsigned(folder) == []
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "1+1", "answer": "2"}\n')
+    config = load_config(None, [f"run.dir={tmp_path}", f"tasks.train.data={data}"]).config
+    folder = create(config, own_data=[data])
+    assert is_own(folder)
+    assert is_own(own_run(tmp_path))
     (tmp_path / "mine.py").write_text("def score(rollout, prompt):\n    return 2.0\n")
-    assert unsigned(folder) == []
     moved = RunFolder(folder.path.rename(tmp_path / "moved"))
-    assert unsigned(moved) == []
+    assert is_own(moved)
     shutil.copytree(moved.path, tmp_path / "copied")
-    assert unsigned(RunFolder(tmp_path / "copied")) == []
+    assert is_own(RunFolder(tmp_path / "copied"))
 
 
-def test_another_user_or_machine_has_not_allowed_it(
+def test_another_user_or_machine_is_asked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = own_run(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "other home"))
-    assert unsigned(folder) == [f"execute {tmp_path / 'mine.py'}:score"]
-    trust.check(folder.path, unsigned(folder), trust=True)
-    assert unsigned(folder) == []
-    key = tmp_path / "other home" / "penstock" / "key"
-    assert key.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other home"))
+    assert not is_own(folder)
+    trust.check(folder.path, [folder.config()], trust=True)
+    assert is_own(RunFolder(folder.path.rename(tmp_path / "renamed")))
+    state = tmp_path / "other home" / "penstock" / "own-runs"
+    assert state.stat().st_mode & 0o777 == 0o600
+    assert state.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_without_a_state_folder_a_run_can_be_made_and_is_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    folder = own_run(tmp_path)
+    assert not is_own(folder)
+    trust.check(folder.path, [folder.config()], trust=True)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +268,7 @@ def test_another_user_or_machine_has_not_allowed_it(
         (["engine.options.urls=['http://evil:1']"], "connect to http://evil:1"),
         (["engine.options.api_key_variable=MY_KEY"], "send the environment variable MY_KEY"),
         (["engine.options.weights_folder=/home/me"], "write to the folder /home/me"),
-        (["tasks.train.agent_options.tools=['stages.rewards:x']"], "execute stages.rewards:x in"),
+        (["tasks.train.agent_options.tools=['stages.rewards:x']"], "execute stages.rewards:x"),
         (
             ["tasks.train.agent=command", "tasks.train.agent_options.command=['rm', 'a b']"],
             "run rm 'a b'",
@@ -288,25 +277,75 @@ def test_another_user_or_machine_has_not_allowed_it(
         (["model.path=a/b", "model.trust_remote_code=true"], "code that comes with the model a/b"),
     ],
 )
-def test_what_a_copy_of_a_signed_run_adds_is_asked_about(
+def test_what_a_changed_copy_of_ones_own_run_adds_is_asked_about(
     tmp_path: Path, overrides: list[str], act: str
 ) -> None:
     folder = own_run(tmp_path)
     changed = load_config(folder.path / "config.toml", overrides).config
     (folder.path / "config.toml").write_text(to_toml(changed))
-    assert [act in found for found in unsigned(folder)] == [True]
+    with pytest.raises(UserError) as refused:
+        trust.check(folder.path, [folder.config()])
+    assert act in str(refused.value)
 
 
-def test_code_inside_the_folder_is_known_by_its_content(tmp_path: Path) -> None:
+CODE_INSIDE = [
+    "reward.py",
+    "helper.py",
+    "pkg/__init__.py",
+    "pkg/more.py",
+    "pkg/native.so",
+    "tool/x",
+]
+
+
+@pytest.mark.parametrize("changed", CODE_INSIDE)
+@pytest.mark.parametrize("how", ["changed", "added"])
+def test_all_code_inside_the_folder_is_part_of_what_was_allowed(
+    tmp_path: Path, changed: str, how: str
+) -> None:
     folder = own_run(tmp_path)
-    inside = folder.path / "reward.py"
-    inside.write_text("def f(rollout, prompt):\n    return 1.0\n")
-    config = load_config(None, [f"tasks.train.rewards=[{{type='{inside}:f'}}]"]).config
+    for name in CODE_INSIDE:
+        (folder.path / name).parent.mkdir(exist_ok=True)
+        (folder.path / name).write_text("x = 1")
+    words = [
+        f"tasks.train.rewards=[{{type='{folder.path}/reward.py:f'}}]",
+        f"tasks.train.agent_options.command=['sh', '{folder.path}/tool/x']",
+    ]
+    config = load_config(None, words).config
     (folder.path / "config.toml").write_text(to_toml(config))
-    trust.sign_config(folder.path, config)
-    assert unsigned(folder) == []
-    inside.write_text(PWNED)
-    assert len(unsigned(folder)) == 1
+    trust.remember(folder.path, config)
+    assert is_own(folder)
+    file = folder.path / changed
+    (file if how == "changed" else file.with_stem(f"{file.stem}2")).write_text(PWNED)
+    assert not is_own(folder)
+
+
+def test_a_module_of_another_working_folder_is_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger's project with an unchanged copy of one's own run beside another module of that name."""
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    for folder in (mine, theirs):
+        folder.mkdir()
+        (folder / "rewards.py").write_text(PWNED)
+    monkeypatch.chdir(mine)
+    run = own_run(mine, "tasks.train.rewards=[{type='rewards:score'}]")
+    assert is_own(run)
+    monkeypatch.chdir(theirs)
+    assert not is_own(run)
+    monkeypatch.chdir(tmp_path)
+    assert is_own(run)
+
+
+def test_copies_of_the_models_code_in_checkpoints_are_ones_own(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(Path(cli.__file__).parent / "config" / "demo" / "policy", model)
+    (model / "modeling.py").write_text("x = 1")
+    folder = own_run(tmp_path, f"model.path={model}", "model.trust_remote_code=true")
+    shutil.copytree(model, folder.checkpoints / "step-1" / "model")
+    assert is_own(folder)
+    (folder.checkpoints / "step-1" / "model" / "modeling.py").write_text(PWNED)
+    assert not is_own(folder)
 
 
 # -- the whole way, as a user goes it ----------------------------------------------------------
@@ -321,7 +360,7 @@ def test_train_and_resume_with_code_of_ones_own_ask_nothing_and_a_foreign_copy_d
     own = "tasks.train.rewards=[{type='mine.py:score'}]"
     assert penstock(monkeypatch, "train", *words, own, "train.steps=1", "run.name=r") == 0
     assert penstock(monkeypatch, "resume", "r", "train.steps=2") == 0
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
     capsys.readouterr()
     assert penstock(monkeypatch, "resume", "r", "train.steps=3") == 2
     assert f"would execute {tmp_path / 'mine.py'}:score" in capsys.readouterr().err
@@ -343,7 +382,7 @@ def test_on_a_terminal_the_user_is_asked(stranger: RunFolder, answer: str, execu
     said = b""
     while b"[y/N]" not in said:
         said += os.read(ours, 4096)
-    assert b"execute evil.py" in said
+    assert f"execute {stranger.path}/evil.py".encode() in said
     os.write(ours, answer.encode())
     while True:  # until the process has closed its end
         try:

@@ -17,9 +17,8 @@ from penstock.files import whole_folder
 from penstock.store.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from penstock.store.journal import Journal
 from penstock.store.run_folder import CONFIG, METRICS, ORIGIN, RunFolder
-from penstock.store.trust import SIGNATURES
 
-_COPIED = (CONFIG, "configs", ORIGIN, SIGNATURES, METRICS, "rollouts.jsonl", "data", "eval")
+_COPIED = (CONFIG, "configs", ORIGIN, METRICS, "rollouts.jsonl", "data", "eval")
 _MOST_TRIES = 10  # a live run may prune the checkpoint that is being copied
 
 

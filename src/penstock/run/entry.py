@@ -73,7 +73,7 @@ def _settings(
         raise UserError(f"resume of a fork: got {overrides[0]}, allowed: no changes; fork again")
     record = folder.record()
     eras = [era.config for era in folder.eras(record)]
-    trust.check_run(folder.path, eras, trust=trusted)
+    trust.check(folder.path, eras, trust=trusted)
     before = absolute_paths(eras[-1])
     config = absolute_paths(with_overrides(before, overrides))
     return config, allowed_changes(before, config, pinned=record)

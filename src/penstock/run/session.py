@@ -108,7 +108,7 @@ def _resume_checked(folder: RunFolder, config: Config, changes: list[Change], ac
     for task in (*config.tasks.values(), *config.eval.tasks.values()):
         reward.check(task.rewards)
     check_files(folder, config, accept)
-    trust.sign_config(folder.path, config)  # the user gave the overrides
+    trust.remember(folder.path, config)  # the user gave the overrides
     for note in [*(f"changed: {change}" for change in changes), *notes]:
         _tell(note)
     try:
@@ -126,7 +126,7 @@ def replay_run(
     trusted: bool = False,
 ) -> None:
     """Recompute a run and compare its digests, or fork it with another algorithm or settings."""
-    trust.check_run(folder.path, [era.config for era in folder.eras()], trust=trusted)
+    trust.check(folder.path, [era.config for era in folder.eras()], trust=trusted)
     for note in differences(folder):
         _tell(note)
     if algorithm is not None or overrides:
@@ -410,7 +410,7 @@ def model_config(path: str | None, overrides: Sequence[str], *, trusted: bool = 
     """Load the config of a config file, of a bare model, or of a run with its newest weights."""
     if path is None or Path(path).is_file():
         config = load_config(path, overrides).config
-        trust.check_config(path, config, trust=trusted)
+        trust.check_config(path, trust=trusted)
         return config
     if path == "demo" or (Path(path) / "config.json").is_file() or _is_hub_name(path):
         return load_config(None, [f"model.path={path}", *overrides], bare=True).config
@@ -421,7 +421,7 @@ def model_config(path: str | None, overrides: Sequence[str], *, trusted: bool = 
     if newest is None:
         raise UserError(f"run {path}: got no valid checkpoint, allowed: a run that wrote one")
     model = [f"model.path={newest.path / 'model'}"]
-    trust.check_run(folder.path, [with_overrides(folder.config(), model)], trust=trusted)
+    trust.check(folder.path, [folder.config()], trust=trusted)
     return with_overrides(folder.config(), [*model, *overrides])
 
 

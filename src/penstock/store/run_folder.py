@@ -332,11 +332,11 @@ def create(
             path = parent / f"{_automatic_name(config)}-{number}"
         except OSError as error:
             raise _cannot_write(parent, error) from None
-    trust.sign_config(path, config)  # before the config, which makes the folder a run
     if origin is not None:  # before the config, which makes the folder a run
         (path / ORIGIN).write_text(json.dumps(asdict(origin), indent=1))
         sync(path / ORIGIN)
     config = _keep_data(path, config, own_data)
+    trust.remember(path, config)
     # at once: no kill can come between making a run and its config, until the journal has it
     (path / CONFIG).write_text(_copy(config), encoding="utf-8")
     sync(path / CONFIG)
