@@ -24,20 +24,27 @@ class Disk:
 
     def __init__(self) -> None:
         self.full = ""  # "journal" or "checkpoint": what finds no room
+        self.is_read_only = False
         self.slowness = 1.0
         self.connections: list[sqlite3.Connection] = []  # of the driver, to its journal
         self.failed: set[str] = set()  # what has found no room so far
         self.is_unsynced = False  # the next sync of the journal fails
+        self.cut: dict[Path, bytes] = {}  # what a truncated journal has, once its driver is dead
         self.taken = False  # the journal's files were taken away in this life of the driver
 
     def open(self, *args: Any, **kwargs: Any) -> sqlite3.Connection:
         self.connections.append(open_database(*args, **kwargs))
         return self.connections[-1]
 
-    def strike(self, kind: str, journal: Path) -> None:
-        """Let a fault happen to the journal's files: remove | replace | unsync."""
+    def strike(self, kind: str, journal: Path, share: float) -> None:
+        """Let a fault happen to the journal's files; `share`: how much of a truncated log stays."""
         self.is_unsynced = self.is_unsynced or kind == "unsync"
-        self.taken = self.taken or (kind != "unsync" and bool(self.connections))
+        self.is_read_only = self.is_read_only or kind == "read-only"
+        self.taken = self.taken or (kind in ("remove", "replace") and bool(self.connections))
+        log = journal.with_name(f"{journal.name}-wal")
+        if kind == "truncate" and log.exists():
+            whole = log.read_bytes()
+            self.cut = {journal: journal.read_bytes(), log: whole[: int(len(whole) * share)]}
         for path in journal.parent.glob(f"{journal.name}*"):
             if kind == "remove":
                 path.unlink()
@@ -48,7 +55,13 @@ class Disk:
 
     def put_back(self, journal: Path) -> bool:
         """Do what the driver's last line says; return False if the files are lost with a killed driver."""
-        taken, self.taken, self.is_unsynced = self.taken, False, False
+        taken, self.taken, self.is_unsynced, self.is_read_only = self.taken, False, False, False
+        if self.cut:
+            for path in journal.parent.glob(f"{journal.name}*"):
+                path.unlink()
+            for path, content in self.cut.items():
+                path.write_bytes(content)
+            self.cut = {}
         rescued = journal.parent.with_name(f"{journal.parent.name}-journal-rescued.db")
         if rescued.exists():
             for path in journal.parent.glob(f"{journal.name}*"):
@@ -67,7 +80,9 @@ class Disk:
             self.connections.pop().close()
 
     def check(self, what: str) -> None:
-        """Raise as a full disk does if there is no room for this."""
+        """Raise as a disk does that is full, or cannot be written."""
+        if self.is_read_only:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         if self.full == what:
             self.failed.add(what)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -84,7 +99,7 @@ class SimOs:
 
 
 class _Connection:
-    """A connection whose commits fail while the journal finds no room."""
+    """A connection whose commits fail while the journal finds no room or cannot be written."""
 
     def __init__(self, database: sqlite3.Connection, disk: Disk) -> None:
         self._database, self._disk = database, disk
@@ -93,6 +108,8 @@ class _Connection:
         if sql == "COMMIT" and self._disk.full == "journal":
             self._disk.failed.add("journal")
             raise sqlite3.OperationalError("database or disk is full")
+        if sql == "COMMIT" and self._disk.is_read_only:
+            raise sqlite3.OperationalError("attempt to write a readonly database")
         return self._database.execute(sql, *parameters)
 
     def __getattr__(self, name: str) -> Any:

@@ -62,7 +62,8 @@ KINDS = {
 }
 
 
-FILE_KINDS = ("remove", "replace", "unsync")  # what can happen to the journal's files
+# what can happen to the journal's files; "truncate": the driver is killed and the end of its log lost
+FILE_KINDS = ("remove", "replace", "unsync", "truncate", "read-only")
 
 
 def draw_file_faults(chance: random.Random, steps: int) -> list[Fault]:

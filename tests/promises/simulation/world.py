@@ -109,6 +109,7 @@ class World:
         drawn += draw_file_faults(random.Random(f"files of {seed}"), self.config.train.steps or 1)
         self.faults = drawn if faults is None else faults
         self.violations: list[str] = []
+        self.has_lost_records = False
         self.happened: list[str] = []
         self.life = 0
         self.loop: SimLoop
@@ -245,7 +246,11 @@ class World:
         elif fault.kind == "slow disk":
             self.disk.slowness = 200.0
         elif fault.kind in FILE_KINDS:
-            self.disk.strike(fault.kind, self.folder / "journal.db")
+            share = _chance("what is left", self.seed)
+            self.disk.strike(fault.kind, self.folder / "journal.db", share)
+            if fault.kind == "truncate":
+                self.loop.is_killed = self.has_lost_records = True
+                self._steps.clear()  # what the journal has forgotten may be done again
         elif (process := self.processes.get(fault.target)) is not None:
             self._strike_process(fault, process)
 
