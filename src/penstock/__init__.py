@@ -17,11 +17,11 @@ docs/python.md says more.
 
 __version__ = "0.1.0"
 
-from penstock.api import Run, evaluate, generate, open_run, resume, score, train
+from penstock.api import Run, evaluate, generate, open_run, resume, score, sft, train
 from penstock.errors import PenstockError as PenstockError
 from penstock.errors import RunError as RunError
 from penstock.errors import StopRequested as StopRequested
 from penstock.errors import UserError as UserError
 
 # what `help(penstock)` shows: the exceptions would fill pages with the methods of Exception
-__all__ = ["Run", "evaluate", "generate", "open_run", "resume", "score", "train"]
+__all__ = ["Run", "evaluate", "generate", "open_run", "resume", "score", "sft", "train"]

@@ -166,6 +166,51 @@ def train(
         return _train(config, {**named, **sources, **(settings or {})}, files, trust)
 
 
+def sft(
+    model: str | Path | None = None,
+    data: Data | None = None,
+    *,
+    steps: int | None = None,
+    episodes: float | None = None,
+    lr: float | None = None,
+    groups_per_step: int | None = None,
+    max_tokens: int | None = None,
+    system_prompt: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    eval_data: Data | None = None,
+    reward: Reward | None = None,
+    seed: int | None = None,
+    name: str | None = None,
+    config: str | Path | None = None,
+    settings: Settings | None = None,
+    trust: bool = False,
+) -> Run:
+    """Imitate the answers in the data and return the run (docs/teach.md).
+
+    data: records with `messages` or with a prompt and a completion. groups_per_step: records of an update.
+    eval_data, reward: problems that are sampled and scored at the start and the end. The rest as `train`.
+    """
+    task, judged = _task_names(data, config)
+    named: dict[str, Any] = {
+        "algorithm.name": "sft",
+        "model.path": None if model is None else str(model),
+        "train.steps": steps,
+        "train.episodes": episodes,
+        "train.lr": lr,
+        "train.groups_per_step": groups_per_step,
+        "sampling.max_tokens": max_tokens,
+        "seed": seed,
+        "run.name": name,
+        f"{task}.columns": columns,
+        f"{task}.system_prompt": system_prompt,
+    }
+    rewards, objects = name_rewards(reward)
+    if eval_data is not None:
+        named |= {f"{judged}.rewards": rewards}
+    with _inputs({task: data, judged: eval_data}, objects) as (sources, files):
+        return _train(config, {**named, **sources, **(settings or {})}, files, trust)
+
+
 def _train(
     config: str | Path | None, settings: Settings, files: Sequence[Path], trusted: bool
 ) -> Run:

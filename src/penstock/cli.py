@@ -117,6 +117,12 @@ def train(arguments: Arguments = None, trust: Trust = False) -> None:
 
 
 @app.command(rich_help_panel="Run")
+def sft(arguments: Arguments = None, trust: Trust = False) -> None:
+    """Imitate the answers in the data (supervised fine-tuning), with all that `train` has."""
+    train([*(arguments or []), "algorithm.name=sft"], trust)
+
+
+@app.command(rich_help_panel="Run")
 def resume(
     run: Run,
     overrides: Overrides = None,

@@ -118,9 +118,15 @@ class TaskDataConfig(Section):
     sampling: dict[str, Any] = {}
     """Fields of [sampling] that differ for this task."""
     agent: str = "single_turn"
-    """How a rollout is made: single_turn, or your own `file.py:function` of (task, model); see docs/agents.md."""
+    """How a rollout is made: single_turn, your own `file.py:function` of (task, model) (docs/agents.md), or demonstration:
+    the data has the answers (docs/teach.md)."""
     agent_options: dict[str, Any] = {}
     """Options of the agent: max_turns, timeout_s, ..., and those that your function takes."""
+
+    @property
+    def demonstrates(self) -> bool:
+        """Whether the data gives the answers, and nothing is sampled."""
+        return self.agent == "demonstration"
 
 
 class TaskConfig(TaskDataConfig):
@@ -281,7 +287,7 @@ class CorrectionConfig(Section):
 
 class AlgorithmConfig(Section):
     name: str = "grpo"
-    """grpo | dapo | rloo | reinforce_pp | reinforce_pp_baseline | dr_grpo | gspo | cispo | reinforce | `module:Class`."""
+    """grpo | dapo | rloo | reinforce_pp | reinforce_pp_baseline | dr_grpo | gspo | cispo | reinforce | sft | `module:Class`."""
     clip_low: float | None = Field(None, ge=0)
     """Lower clip of the ratio, 1 - this; None: the algorithm's own."""
     clip_high: float | None = Field(None, ge=0)

@@ -75,9 +75,18 @@ class Config(Section):
         ]
         return max(lengths, default=0)
 
+    @property
+    def num_engines(self) -> int:
+        """Engine workers: none if nothing is sampled, because every task has demonstrations."""
+        samples = any(not task.demonstrates for task in self.tasks.values())
+        return self.launch.num_producers if samples or self.eval.tasks else 0
+
     def task_sampling(self, task: str) -> SamplingConfig:
-        """[sampling] with the task's own fields laid over it."""
-        return overlay(self.sampling, self.tasks[task].sampling, f"tasks.{task}.sampling")
+        """[sampling] with the task's own fields laid over it; a demonstration is one of its kind."""
+        fields = self.tasks[task].sampling
+        if self.tasks[task].demonstrates:
+            fields = {"num_generations": 1} | fields
+        return overlay(self.sampling, fields, f"tasks.{task}.sampling")
 
     def task_produce(self, task: str) -> ProduceConfig:
         """[produce] with the task's own fields laid over it."""
@@ -159,6 +168,20 @@ class Config(Section):
         }
         merged = {name: shared | task for name, task in evaluations.items()}
         return tree | {"eval": tree["eval"] | {"tasks": merged}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _imitate(cls, tree: Any) -> Any:
+        """With algorithm sft, tasks show demonstrations, and the learning rate is one for them, if not given."""
+        try:
+            if tree["algorithm"]["name"] != "sft":
+                return tree
+            tasks = {
+                name: {"agent": "demonstration"} | task for name, task in tree["tasks"].items()
+            }
+            return tree | {"tasks": tasks, "train": {"lr": 1e-5} | tree.get("train", {})}
+        except (KeyError, TypeError, AttributeError):  # a wrong type is named later
+            return tree
 
     @model_validator(mode="before")
     @classmethod

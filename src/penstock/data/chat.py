@@ -165,13 +165,17 @@ class ChatTemplate:
             return "\n".join(str(message["content"]) for message in conversation)
         return self._apply_template(conversation, arguments or {})
 
-    def render_answer(self, messages: Sequence[Message]) -> tuple[str, str]:
+    def render_answer(
+        self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None
+    ) -> tuple[str, str]:
         """The last message as the template continues the prompt with it, and what it writes after it."""
         content = str(messages[-1]["content"])
         if not self.has_template:
             return content, ""
-        prompt = self.render(messages[:-1])
-        whole = self._apply_template([dict(m) for m in messages], {}, add_generation_prompt=False)
+        prompt = self.render(messages[:-1], arguments=arguments)
+        whole = self._apply_template(
+            [dict(m) for m in messages], arguments or {}, add_generation_prompt=False
+        )
         start = len(prompt) if whole.startswith(prompt) else max(whole.rfind(content.strip()), 0)
         place = whole.rfind(content.strip(), start)  # many templates trim
         end = len(whole) if place < 0 else place + len(content.strip())

@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.config import Config, EvalTaskConfig, RewardConfig, TaskDataConfig
 from penstock.config.demo import model_file, resolve_model_path
-from penstock.data import reasoning_gym
+from penstock.data import demonstration, reasoning_gym
 from penstock.data.chat import ChatTemplate
 from penstock.data.source import BadRecord, Content, Records
 from penstock.errors import UserError
@@ -253,8 +253,8 @@ def task_needs_answer(task: TaskDataConfig) -> bool:
 
 
 def gives_own_reward(task: TaskDataConfig) -> bool:
-    """Whether the task has an agent and names no rewards: then the agent gives the reward."""
-    return task.agent != "single_turn" and task.rewards == [RewardConfig()]
+    """Whether the agent gives the reward: the task names none, or shows its answers."""
+    return task.demonstrates or task.agent != "single_turn" and task.rewards == [RewardConfig()]
 
 
 def validate_source(
@@ -276,14 +276,15 @@ def read_examples(
 
     `readers`: field -> the reward that reads it; a record without such a field is a mistake.
     """
-    needs_answer = task_needs_answer(task)
+    needs_answer, demonstrates = task_needs_answer(task), task.demonstrates
     mistakes: list[tuple[int, str]] = []
     count = 0
     for line, record in records:
         try:
-            example = _parse_record(
-                line, _with_columns(record, task.columns), task.columns, needs_answer
-            )
+            fields = _with_columns(record, task.columns)
+            if demonstrates and isinstance(fields, dict):
+                fields = demonstration.as_prompt(fields, task.columns)
+            example = _parse_record(line, fields, task.columns, needs_answer)
             _check_readers(example, readers or {})
         except BadRecord as error:
             mistakes.append((line, str(error)))

@@ -19,7 +19,7 @@ from penstock.config.source import to_toml
 from penstock.errors import PenstockError, RunError
 from penstock.inspection.findings import find
 from penstock.inspection.findings.observed import read_observed
-from penstock.inspection.track.console import task_figures
+from penstock.inspection.track.console import LOSS, task_figures
 from penstock.inspection.track.logs import read_rows
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
@@ -32,6 +32,7 @@ CURVES = (
     "staleness/mean",
     "staleness/max",
     "loss/policy",
+    LOSS,
     "kl/mean",
     "entropy/mean",
     "clip/fraction",

@@ -16,7 +16,7 @@ from penstock.inspection.findings import find
 from penstock.inspection.findings.observed import read_observed
 from penstock.inspection.record import FigureChange, Figures, RunRecord, read_run, take_figures
 from penstock.inspection.timeline import worked_s
-from penstock.inspection.track.console import finding_table, sparkline
+from penstock.inspection.track.console import LOSS, finding_table, sparkline
 from penstock.rollout.evaluation.evaluate import EvalResult
 from penstock.store.checkpoint import CheckpointStore
 from penstock.store.run_folder import RunFolder
@@ -103,7 +103,11 @@ def _lines(
         lines.append((f"{task} {measure}", _change(figures.held_out[task], plot)))
     reward = figures.reward
     plot = sparkline(console, record.curves.get("reward/mean", []))
-    lines.append(("reward", Text("not logged") if reward is None else _change(reward, plot)))
+    if reward is None and (losses := record.curves.get(LOSS)):
+        loss = FigureChange(first=losses[0], last=losses[-1])
+        lines.append(("loss", _change(loss, sparkline(console, losses))))
+    else:
+        lines.append(("reward", Text("not logged") if reward is None else _change(reward, plot)))
     lines.append(("steps", Text(steps)))
     if figures.tokens_per_s is not None:
         lines.append(("generated", Text(f"{figures.tokens_per_s:,.0f} tokens/s")))

@@ -107,6 +107,17 @@ class Job:
         self.tracker.log_step(batch.step, metrics)
         self.rollout_log.write(batch)
 
+    def confirm_weights(self, version: int, digest: str) -> None:
+        """Note the newest weights of a run without an engine: demonstrations are shown to them.
+
+        A fork's rollouts name the weights of the run that sampled them.
+        """
+        if not isinstance(self.source, Producer):
+            return
+        self.journal.record_published(version, digest)
+        self.journal.record_confirmed("trainer", version, digest)
+        self.newest_version.advance(version)
+
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """Watch all waits inside the block, up to the end of a checkpoint that is being written."""

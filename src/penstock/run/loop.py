@@ -68,7 +68,9 @@ class Loop:
         self._training = asyncio.create_task(updating, name=f"train step {step}")
         # a stop never parts an update from its commit
         report = await asyncio.shield(self._training)
-        if job.engine is not None and publishes:
+        if job.engine is None:
+            job.confirm_weights(step, report.digest)
+        elif publishes:
             await self._publish(job.engine)
         job.log_step(batch, report)
         if self._evaluation_due():

@@ -355,9 +355,10 @@ def _digests(journal: Journal) -> dict[int, str]:
 
 async def _agree_on_weights(job: Job) -> None:
     """Give the engine, if there is one, the trainer's weights unless it holds exactly those."""
-    if job.engine is None:
-        return
     version, digest = await job.trainer.identity()
+    if job.engine is None:
+        job.confirm_weights(version, digest)
+        return
     job.journal.record_published(version, digest)
     stats = await job.engine.stats()
     if (stats.policy_version, stats.digest) != (version, digest):

@@ -148,20 +148,20 @@ def step_metrics(
 ) -> dict[str, float]:
     """The metrics of the batch and its tokens; the consumer adds those of its optimizer."""
     sums = MetricSums()
-    _add_rollouts(sums, flat)
-    sums.mean("advantage/mean", advantages_N)
-    sums.mean("_advantage/square", np.square(advantages_N))
+    _add_lengths(sums, flat)
+    if not settings.imitates:
+        _add_rewards(sums, flat, advantages_N)
+        _add_mismatch(sums, flat, stats)
+        sums.mean("ratio/mean", stats.ratio_N)
+        sums.max("ratio/max", stats.ratio_N)
+        sums.mean("clip/fraction", stats.clipped_N)
     sums.mean("entropy/mean", stats.entropy_N)
-    sums.mean("ratio/mean", stats.ratio_N)
-    sums.max("ratio/max", stats.ratio_N)
-    sums.mean("clip/fraction", stats.clipped_N)
     sums.mean("kl/mean", stats.kl_N)
     if settings.kl_estimator == "k3":
         is_bounded_N = (stats.kl_N >= K3_BOUND).astype(np.float64)
         sums.mean("kl/bounded", np.where(np.isnan(stats.kl_N), np.nan, is_bounded_N))
     sums.mean("staleness/mean", flat.staleness_N.astype(np.float64))
     sums.max("staleness/max", flat.staleness_N.astype(np.float64))
-    _add_mismatch(sums, flat, stats)
     metrics = sums.reduce(ranks)
     for name in ("reward", "advantage"):
         if (square := metrics.pop(f"_{name}/square", None)) is not None:
@@ -169,8 +169,10 @@ def step_metrics(
             metrics[f"{name}/std"] = float(np.sqrt(max(variance, 0.0)))
     if square := metrics.pop("_importance/square", None):
         metrics["importance/ess"] = metrics["importance/mean"] ** 2 / square
-    metrics["loss/policy"] = mean_of_finite(stats.losses)
-    metrics |= _log_gap_by_staleness(flat, stats, ranks)
+    part = "demonstration" if settings.imitates else "policy"
+    metrics[f"loss/{part}"] = mean_of_finite(stats.losses)
+    if not settings.imitates:
+        metrics |= _log_gap_by_staleness(flat, stats, ranks)
     metrics["tokens/trained"] = ranks.sum_of(flat.num_tokens)
     return metrics
 
@@ -181,7 +183,16 @@ def mean_of_finite(values: list[float]) -> float:
     return float(np.mean(finite)) if finite else 0.0
 
 
-def _add_rollouts(sums: MetricSums, flat: FlatBatch) -> None:
+def _add_lengths(sums: MetricSums, flat: FlatBatch) -> None:
+    lengths_R = flat.response_lengths_R.astype(np.float64)
+    sums.mean("response_length/mean", lengths_R)
+    sums.max("response_length/max", lengths_R)
+    sums.mean("truncated/share", flat.truncated_R.astype(np.float64))
+
+
+def _add_rewards(sums: MetricSums, flat: FlatBatch, advantages_N: np.ndarray) -> None:
+    sums.mean("advantage/mean", advantages_N)
+    sums.mean("_advantage/square", np.square(advantages_N))
     scores = [rollout.score for rollout in flat.rollouts if rollout.score is not None]
     rewards_R = flat.rewards_R
     sums.mean("reward/mean", rewards_R)
@@ -191,10 +202,6 @@ def _add_rollouts(sums: MetricSums, flat: FlatBatch) -> None:
         ("format/mean", [score.format_ok for score in scores]),
     ):
         sums.mean(name, np.array([v for v in verdicts if v is not None], dtype=np.float64))
-    lengths_R = flat.response_lengths_R.astype(np.float64)
-    sums.mean("response_length/mean", lengths_R)
-    sums.max("response_length/max", lengths_R)
-    sums.mean("truncated/share", flat.truncated_R.astype(np.float64))
     with_text = [
         rollout for rollout in flat.rollouts if rollout.text or len(rollout.response_ids) <= 1
     ]

@@ -18,6 +18,7 @@ import numpy as np
 
 from penstock.config import Config, PtxConfig
 from penstock.data.chat import ChatTemplate
+from penstock.data.demonstration import answer_ids
 from penstock.errors import UserError
 from penstock.training.parallel.ranks import Ranks, rank_share
 
@@ -81,9 +82,7 @@ def _encode(line: str, template: ChatTemplate, where: str) -> Text:
         end = template.eos_ids[:1]
     elif isinstance(messages, list) and len(messages) > 1 and all(map(_is_message, messages)):
         start = template.encode(messages[:-1])
-        answer, ending = template.render_answer(messages)
-        learned = template.encode_text(answer)
-        end = _end_of_turn(ending, template)
+        learned, end = answer_ids(template, messages), ()
     else:
         raise UserError(
             f"train.ptx.data: {where} got fields {sorted(record)}, allowed: `text`, or `messages` "
@@ -92,13 +91,6 @@ def _encode(line: str, template: ChatTemplate, where: str) -> Text:
     token_ids = np.concatenate([start, learned, np.array(end, dtype=np.int32)])
     first = max(len(start) - 1, 0)
     return Text(token_ids, np.arange(first, len(token_ids) - 1))
-
-
-def _end_of_turn(ending: str, template: ChatTemplate) -> tuple[int, ...]:
-    """What follows an answer up to the token that ends a response there; nothing later is sampled."""
-    ids = template.encode_text(ending).tolist()
-    ends = [place for place, token in enumerate(ids) if token in template.eos_ids]
-    return tuple(ids[: ends[0] + 1]) if ends else template.eos_ids[:1]
 
 
 def _read_line(line: str, where: str) -> dict[str, Any]:

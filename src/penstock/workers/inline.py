@@ -84,7 +84,7 @@ def _engines(config: Config, fetch: Fetch, events: SupervisionCallbacks) -> list
             lambda: engine_class.from_config(settings, fetch=fetch, index=number),
         )
 
-    count = config.launch.num_producers if config.engine.name == "openai" else 1
+    count = config.num_engines if config.engine.name == "openai" else min(config.num_engines, 1)
     return [
         Supervised(f"engine-{number}", partial(spawn, number), config.launch, events)
         for number in range(count)

@@ -136,6 +136,12 @@ async def start_all(trainer: Supervised, engines: list[Supervised], settings: La
         await all_or_first_error(*(worker.start() for worker in (trainer, *engines)))
 
 
+async def _close_all(*closing: Callable[[], Awaitable[None]]) -> None:
+    """Close one after another."""
+    for close in closing:
+        await close()
+
+
 async def start_workers(
     config: Config,
     total_steps: int,
@@ -159,6 +165,15 @@ async def start_workers(
     places = ", ".join(f"{part.name} {part.worker.place}" for part in everyone if part.worker)
     takes_turns = settings.colocate and settings.kind != "inline"  # one process holds both sides
     restarting = RestartingTrainer(trainer, announces=sync != "in_process")
+    if not engines:  # nothing is sampled
+        return Workers(
+            engine=None,
+            trainer=restarting,
+            close=partial(_close_all, restarting.close, clean_up),
+            description=f"{settings.kind}: {places}",
+            events=events,
+            supervised={trainer.name: trainer},
+        )
     pool_settings = config.pool_engine()
     engine = EnginePool(
         engines,

@@ -40,6 +40,7 @@ READY = "ready"  # the last stage of a worker's start
 _PLAIN_INTERVAL_S = 5.0  # least time between two lines without a terminal
 _DRAWING_INTERVAL_S = 0.5  # least time between two drawings in a notebook
 _SHOWN_FINDINGS = 3
+LOSS = "loss/demonstration"  # of a run that imitates, which has no rewards
 _KEPT = 1000  # values of a curve; a longer one is thinned out
 _BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=*#"
 _WIDTH, _HEIGHT, _MARGIN = 640, 180, 28
@@ -285,6 +286,8 @@ class ConsoleTracker(Tracker):
         shown = [("accuracy", f"{get('accuracy/mean', 0.0):.3f}")]
         if "accuracy/mean" not in self._metrics:  # nothing judges the answers
             shown = []
+        if LOSS in self._metrics:
+            shown.append(("loss", f"{self._metrics[LOSS]:.4f}"))
         return [
             *shown,
             ("length", f"{get('response_length/mean', 0.0):.1f}"),

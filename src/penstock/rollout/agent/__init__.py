@@ -11,6 +11,7 @@ from penstock.rollout.agent_loop import AgentLoop
 __all__ = ["AGENTS", "AgentLoop"]
 
 AGENTS = {
+    "demonstration": "penstock.rollout.agent.demonstration:Demonstrations",
     "single_turn": "penstock.rollout.agent.single_turn:SingleTurn",
     "tools": "penstock.rollout.agent.tools:make",
     "gym": "penstock.rollout.agent.gym:make",

@@ -17,6 +17,7 @@ from penstock.reward import build_reward
 from penstock.reward.protocol import Reward
 from penstock.rollout.agent import AGENTS, AgentLoop, gym, tools
 from penstock.rollout.agent.bridge import Bridge
+from penstock.rollout.agent.demonstration import Demonstrations
 from penstock.rollout.agent.check import AgentCheck, CheckResult, NoReward
 from penstock.rollout.agent.function import (
     OWN_OPTIONS,
@@ -83,6 +84,13 @@ def build_agent(
     interrupted: InterruptedCalls | None = None,
 ) -> AgentLoop:
     """The task's agent loop; `positions` is the model's context, if it is known."""
+    if task.demonstrates:
+        return Demonstrations(
+            chat,
+            system_prompt=task.system_prompt,
+            arguments=task.chat_template_kwargs,
+            max_tokens=sampling.max_tokens,
+        )
     if loop_class(where, task) is not None:
         return build_loop(where, task, sampling, engine=engine, reward=reward, decode=chat.decode)
     bridge = Bridge(chat, task.chat_template_kwargs)

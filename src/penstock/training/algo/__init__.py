@@ -18,4 +18,5 @@ ALGORITHMS: dict[str, str] = {
     "gspo": "penstock.training.algo.method:GSPO",
     "cispo": "penstock.training.algo.method:CISPO",
     "reinforce": "penstock.training.algo.method:Reinforce",
+    "sft": "penstock.training.algo.method:SFT",
 }

@@ -30,7 +30,7 @@ def _biases(config: Config, settings: AlgorithmSettings) -> list[str]:
             f"algorithm.correction.kind {settings.correction} with top_k or top_p: the weight of a response falls "
             "with each of its tokens, and long responses get none: use token_truncate"
         )
-    if _has_no_ratio(settings):
+    if _has_no_ratio(settings) and not settings.imitates:
         staleness = max(config.task_produce(task).staleness_bound for task in config.tasks)
         updates = config.train.mini_batches * config.train.num_epochs
         if staleness and settings.correction == "none":

@@ -188,6 +188,15 @@ class Reinforce(Algorithm):
         return Surrogate(loss_N=loss_N, ratio_N=ratio_N, clipped_N=ratio_N != ratio_N)
 
 
+class SFT(Reinforce):
+    """Supervised fine-tuning: the cross-entropy of demonstrations, whose reward of 1 is their weight."""
+
+    defaults = replace(Reinforce.defaults, imitates=True)
+
+    def log_ratio(self, view: TokenView) -> Tensor:
+        return view.logprobs_N.detach() * 0.0
+
+
 def algorithm_class(name: str) -> type[Algorithm]:
     """The class that `algorithm.name` names."""
     method = plugins.load("algorithm.name", name, ALGORITHMS)
@@ -222,7 +231,9 @@ def resolve_settings(
     }
     defaults = algorithm_class(config.name).defaults
     kind: CorrectionKind = "none"
-    if config.correction.kind != "auto":
+    if defaults.imitates:
+        pass  # no policy sampled the tokens
+    elif config.correction.kind != "auto":
         kind = config.correction.kind
     elif defaults.correction != "none" and not cuts_tokens:
         kind = defaults.correction
@@ -261,6 +272,11 @@ def check_algorithm(config: Config) -> None:
     """Refuse settings that cannot be trained, before any weight is loaded."""
     settings = run_settings(config)
     for task in config.tasks:
+        if config.tasks[task].demonstrates != settings.imitates:
+            raise UserError(
+                f"tasks.{task}.agent: got {config.tasks[task].agent} with algorithm {settings.name}, allowed: "
+                "demonstration with algorithm sft, another agent with another algorithm"
+            )
         generations = config.task_sampling(task).num_generations
         if settings.group_relative and generations < 2:
             raise UserError(

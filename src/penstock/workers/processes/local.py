@@ -38,7 +38,7 @@ async def start(
         spawn = _spawn_engine(config, log_folder, number)
         return Supervised(f"engine-{number}", spawn, settings, events)
 
-    engines = [make_engine(number) for number in range(settings.num_producers)]
+    engines = [make_engine(number) for number in range(config.num_engines)]
 
     async def clean_up() -> None:
         folder.remove()

@@ -364,6 +364,6 @@ def _first_workers(config: Config) -> Iterator[tuple[str, int, list[str]]]:
     ranks = trainer_names(config)[:_MOST_ENGINES]
     for rank, name in enumerate(ranks):
         yield name, config.train.threads, trainer_imports(config, rank)
-    for number in range(min(config.launch.num_producers, _MOST_ENGINES)):
+    for number in range(min(config.num_engines, _MOST_ENGINES)):
         if imports := engine_imports(config, number):
             yield f"engine-{number}", config.of_engine(number).engine.threads, imports

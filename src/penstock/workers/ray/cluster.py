@@ -39,6 +39,8 @@ async def start(
 ) -> Workers:
     """Join or start the cluster, place the actors, build their parts."""
     kind = sync_kind(config)
+    engines = config.launch.model_copy(update={"num_producers": config.num_engines})
+    config = config.model_copy(update={"launch": engines})
     ours = connect(config.launch)
     num_agents = sum(task.agent_actors for task in config.tasks.values())
     placement = Placement(config.launch, ours, events.note, num_agents=num_agents)

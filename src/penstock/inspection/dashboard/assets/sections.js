@@ -6,6 +6,7 @@ const CHARTS = [
   { name: "reward/mean", title: "Reward", text: "Mean over the rollouts of a step.", wide: true },
   { name: "response_length/mean", title: "Response length", text: "Mean tokens of a response." },
   { name: "staleness", title: "Staleness", text: "Updates since sampling, by the oldest token.", zero: true },
+  { name: "loss/demonstration", title: "Loss", text: "Cross-entropy of the demonstrations, a token." },
   { name: "loss/policy", title: "Loss", text: "Of the policy; look at jumps, not at its size." },
   { name: "entropy/mean", title: "Entropy", text: "Of the policy, per token, in nats.", zero: true },
   { name: "kl/mean", title: "KL", text: "From the reference policy, per token.", zero: true },

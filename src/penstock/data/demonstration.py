@@ -1,0 +1,106 @@
+"""Demonstrations: records that show an answer, as prompts with the turns that are imitated.
+
+A record has `messages` with assistant turns, or a prompt and one of `ANSWERS`. Everything up to the first
+assistant turn is the prompt; every assistant turn is learned, token by token, up to its end of turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.data.chat import ChatTemplate
+from penstock.data.source import BadRecord
+
+ANSWERS = ("completion", "response", "output", "solution", "answer", "gt_answer")
+TURNS = "demonstration"  # the field of a prompt that holds them
+
+
+def as_prompt(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """A record with the turns to imitate apart from its prompt; raise BadRecord if it has none."""
+    messages = record.get("messages")
+    roles = [_role(message) for message in messages] if isinstance(messages, list) else []
+    answer = next((n for n in _chosen(columns) if record.get(n) is not None), None)
+    if "assistant" in roles:
+        first = roles.index("assistant")
+        rest, turns = {**record, "messages": messages[:first]}, messages[first:]
+    elif answer is not None:
+        shown = record[answer]
+        rest = {key: value for key, value in record.items() if key != answer}
+        turns = shown if isinstance(shown, list) else [{"role": "assistant", "content": shown}]
+    else:
+        raise BadRecord(
+            f"got no answer to imitate, allowed: messages with an assistant turn, or one of {', '.join(ANSWERS)}"
+        )
+    for turn in turns:
+        if not isinstance(turn, dict) or not isinstance(turn.get("content"), str):
+            raise BadRecord("got a turn to imitate without text, allowed: role and content")
+    return {**rest, TURNS: turns}
+
+
+def _role(message: object) -> object:
+    return message.get("role") if isinstance(message, dict) else None
+
+
+def _chosen(columns: Mapping[str, str]) -> Sequence[str]:
+    return [name for name in ANSWERS if name in columns] or ANSWERS
+
+
+@dataclass(slots=True, eq=False)
+class ShownRow:
+    """One training sequence: a prompt, what follows it, and which of that is learned."""
+
+    prompt_ids: np.ndarray
+    token_ids: np.ndarray
+    learned: np.ndarray
+
+    def continues(self, context_ids: np.ndarray) -> bool:
+        """Whether a later turn's context begins with this row."""
+        begun = np.concatenate([self.prompt_ids, self.token_ids])
+        return len(begun) <= len(context_ids) and bool((context_ids[: len(begun)] == begun).all())
+
+    def add(self, token_ids: np.ndarray, *, learned: bool) -> None:
+        self.token_ids = np.concatenate([self.token_ids, token_ids])
+        self.learned = np.concatenate([self.learned, np.full(len(token_ids), learned)])
+
+
+def shown_rows(
+    chat: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    turns: Sequence[Mapping[str, Any]],
+    system_prompt: str = "",
+    arguments: Mapping[str, Any] | None = None,
+) -> list[ShownRow]:
+    """The training sequences of a demonstration: one, unless the template rewrites earlier turns."""
+    rows: list[ShownRow] = []
+    conversation = [*messages, *turns]
+    if system_prompt and not any(message["role"] == "system" for message in conversation):
+        conversation.insert(0, {"role": "system", "content": system_prompt})
+    for place, message in enumerate(conversation):
+        if message["role"] != "assistant":
+            continue
+        context_ids = chat.encode(conversation[:place], arguments=arguments)
+        if rows and rows[-1].continues(context_ids):
+            row, known = rows[-1], len(rows[-1].prompt_ids) + len(rows[-1].token_ids)
+            row.add(context_ids[known:], learned=False)
+        else:
+            row = ShownRow(context_ids, np.zeros(0, np.int32), np.zeros(0, np.bool_))
+            rows.append(row)
+        row.add(answer_ids(chat, conversation[: place + 1], arguments), learned=True)
+    return rows
+
+
+def answer_ids(
+    chat: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any] | None = None,
+) -> np.ndarray:
+    """The ids of the last message as an answer, up to the token that ends a response there."""
+    answer, ending = chat.render_answer(messages, arguments)
+    ids = chat.encode_text(ending).tolist()
+    ends = [place for place, token in enumerate(ids) if token in chat.eos_ids]
+    end = ids[: ends[0] + 1] if ends else chat.eos_ids[:1]
+    return np.concatenate([chat.encode_text(answer), np.array(end, dtype=np.int32)])
