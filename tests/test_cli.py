@@ -80,6 +80,7 @@ def test_a_group_without_a_command_shows_its_help(
 
 WRONG = {  # for each command a wrong argument, and words of its error message
     "train": (["no-such.toml"], "no-such.toml"),
+    "sft": (["no-such.toml"], "no-such.toml"),
     "resume": (["no-such-run"], "no-such-run"),
     "replay": (["no-such-run", "--to", "0"], "--to"),
     "scale": (["no-such-run", "producers=2"], "no-such-run"),

@@ -118,9 +118,7 @@ def test_a_record_without_a_demonstration_is_named(tmp_path: Path, record: Any, 
     assert "line 1" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "agent"), [("sft", "single_turn"), ("grpo", "demonstration")]
-)
+@pytest.mark.parametrize(("name", "agent"), [("sft", "single_turn"), ("grpo", "demonstration")])
 def test_the_algorithm_and_the_data_must_agree(name: str, agent: str) -> None:
     config = config_of(algorithm={"name": name}, tasks={"train": {"agent": agent}})
     with pytest.raises(UserError, match="demonstration with algorithm sft"):

@@ -254,7 +254,7 @@ def task_needs_answer(task: TaskDataConfig) -> bool:
 
 def gives_own_reward(task: TaskDataConfig) -> bool:
     """Whether the agent gives the reward: the task names none, or shows its answers."""
-    return task.demonstrates or task.agent != "single_turn" and task.rewards == [RewardConfig()]
+    return task.demonstrates or (task.agent != "single_turn" and task.rewards == [RewardConfig()])
 
 
 def validate_source(

@@ -22,11 +22,12 @@ TURNS = "demonstration"  # the field of a prompt that holds them
 def as_prompt(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """A record with the turns to imitate apart from its prompt; raise BadRecord if it has none."""
     messages = record.get("messages")
-    roles = [_role(message) for message in messages] if isinstance(messages, list) else []
+    turns = messages if isinstance(messages, list) else []
+    roles = [_role(message) for message in turns]
     answer = next((n for n in _chosen(columns) if record.get(n) is not None), None)
     if "assistant" in roles:
         first = roles.index("assistant")
-        rest, turns = {**record, "messages": messages[:first]}, messages[first:]
+        rest, turns = {**record, "messages": turns[:first]}, turns[first:]
     elif answer is not None:
         shown = record[answer]
         rest = {key: value for key, value in record.items() if key != answer}

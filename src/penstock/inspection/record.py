@@ -253,6 +253,7 @@ class Figures:
     measures: dict[str, str]  # what it is by evaluation task: accuracy; reward if none was judged
     reward: FigureChange | None
     accuracy: FigureChange | None
+    loss: FigureChange | None  # of demonstrations
     tokens_per_s: float | None  # generated tokens per second of training time
     largest_staleness: int | None
     trainer_waited: float | None  # share of the time, 0 to 1
@@ -284,6 +285,7 @@ def take_figures(record: RunRecord) -> Figures:
         measures=measures,
         reward=_change(curves.get("reward/mean")),
         accuracy=_change(curves.get("accuracy/mean")),
+        loss=_change(curves.get(LOSS)),
         tokens_per_s=tokens / seconds if tokens is not None and seconds else None,
         largest_staleness=None if largest is None else round(largest),
         trainer_waited=_share(_total(curves.get("time/consumer_wait_s")), seconds),

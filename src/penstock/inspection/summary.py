@@ -103,9 +103,9 @@ def _lines(
         lines.append((f"{task} {measure}", _change(figures.held_out[task], plot)))
     reward = figures.reward
     plot = sparkline(console, record.curves.get("reward/mean", []))
-    if reward is None and (losses := record.curves.get(LOSS)):
-        loss = FigureChange(first=losses[0], last=losses[-1])
-        lines.append(("loss", _change(loss, sparkline(console, losses))))
+    if figures.loss is not None:
+        plot = sparkline(console, record.curves[LOSS])
+        lines.append(("loss", _change(figures.loss, plot)))
     else:
         lines.append(("reward", Text("not logged") if reward is None else _change(reward, plot)))
     lines.append(("steps", Text(steps)))

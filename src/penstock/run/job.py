@@ -7,7 +7,6 @@ engine and trainer where the launcher puts them. The loop (`run/loop.py`) does t
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from penstock.config import Config, SamplingConfig, TaskDataConfig
 from penstock.config.plugins import load
-from penstock.data.dataset import context_length, count_overlap
-from penstock.data.identity import OVERLAP, TOTAL_STEPS, measure
+from penstock.data.dataset import context_length
+from penstock.data.identity import TOTAL_STEPS, measure
 from penstock.data.sampler import PromptSource, Sampler
 from penstock.engine.protocol import InferenceEngine
 from penstock.inspection.findings.live import LiveFindings
@@ -170,7 +169,8 @@ async def open_job(
         )
         source = await _producer(parts, total_steps)
         eval_tasks = _eval_tasks(config, data, base.waits, closing, endpoint)
-        overlaps = await left_behind(lambda: _overlaps(data, eval_tasks))
+        asked = {task.name: [problem.messages for problem in task.problems] for task in eval_tasks}
+        overlaps = await left_behind(lambda: data.overlaps(asked))
         job = join_parts(
             config,
             folder,
@@ -194,18 +194,6 @@ async def open_job(
             job.notes.add(text)
         job.findings.start(base.journal.last_committed_step(), job.facts)
         yield job
-
-
-def _overlaps(data: RunData, eval_tasks: Sequence[EvalTask]) -> dict[str, str]:
-    """A fact for each evaluation task that asks prompts of a training task."""
-    facts = {}
-    for task in eval_tasks:
-        asked = [problem.messages for problem in task.problems]
-        for name, dataset in data.train.items():
-            if found := count_overlap(dataset.messages(), asked):
-                counts = json.dumps({"found": found, "problems": len(asked)})
-                facts[f"{OVERLAP}eval.tasks.{task.name} and tasks.{name}"] = counts
-    return facts
 
 
 def join_parts(

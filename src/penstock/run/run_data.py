@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import json
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from penstock.config import Config, TaskDataConfig
 from penstock.data import Dataset, load_dataset
 from penstock.data.chat import ChatTemplate
-from penstock.data.dataset import check_context
+from penstock.data.dataset import check_context, count_overlap
+from penstock.data.identity import OVERLAP
 from penstock.reward import fields_read
 
 T = TypeVar("T")
+Messages = tuple[dict[str, Any], ...]
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,6 +56,16 @@ class RunData:
         trained = {f"tasks.{name}.data": dataset for name, dataset in self.train.items()}
         judged = {f"eval.tasks.{name}.data": data for name, data in self.evaluation.items()}
         return trained | judged
+
+    def overlaps(self, asked: Mapping[str, Sequence[Messages]]) -> dict[str, str]:
+        """A fact for each evaluation task that asks prompts of a training task."""
+        facts = {}
+        for task, problems in asked.items():
+            for name, dataset in self.train.items():
+                if found := count_overlap(dataset.messages(), problems):
+                    counts = json.dumps({"found": found, "problems": len(problems)})
+                    facts[f"{OVERLAP}eval.tasks.{task} and tasks.{name}"] = counts
+        return facts
 
 
 async def left_behind(work: Callable[[], T]) -> T:

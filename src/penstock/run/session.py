@@ -204,7 +204,11 @@ def _describe_start(config: Config, is_fork: bool) -> str:
     launch, model = config.launch, config.model
     ranks = "trainer" if launch.num_consumers == 1 else f"{launch.num_consumers} trainer ranks"
     engines = "engine" if config.num_engines == 1 else f"{config.num_engines} engines"
-    parts = ranks if is_fork or not config.num_engines else f"{engines} ({config.engine.name}) and {ranks}"
+    parts = (
+        ranks
+        if is_fork or not config.num_engines
+        else f"{engines} ({config.engine.name}) and {ranks}"
+    )
     return f"starting: {parts}, model {model.path}, device {model.device}; reading the data"
 
 

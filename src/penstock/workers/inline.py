@@ -73,7 +73,9 @@ class ThreadWorker:
         await self._server.close()
 
 
-def _engines(config: Config, fetch: Fetch, events: SupervisionCallbacks) -> list[Supervised]:
+def _engines(
+    config: Config, fetch: Fetch, events: SupervisionCallbacks, most: int
+) -> list[Supervised]:
     """One engine, because more would share the interpreter; for servers, one each."""
 
     async def spawn(number: int) -> ThreadWorker:
@@ -84,7 +86,7 @@ def _engines(config: Config, fetch: Fetch, events: SupervisionCallbacks) -> list
             lambda: engine_class.from_config(settings, fetch=fetch, index=number),
         )
 
-    count = config.num_engines if config.engine.name == "openai" else min(config.num_engines, 1)
+    count = most if config.engine.name == "openai" else min(most, 1)
     return [
         Supervised(f"engine-{number}", partial(spawn, number), config.launch, events)
         for number in range(count)
@@ -94,7 +96,7 @@ def _engines(config: Config, fetch: Fetch, events: SupervisionCallbacks) -> list
 async def start_engine(config: Config) -> InferenceEngine:
     """Start the engine of this process without a trainer, with the weights of its model."""
     events = SupervisionCallbacks(waits=Waits())
-    engines = _engines(config, _no_weights, events)
+    engines = _engines(config, _no_weights, events, config.launch.num_producers)
     await start_or_close(all_or_first_error(*(engine.start() for engine in engines)), engines)
     pool = EnginePool(engines, events, slots=config.engine.max_slots)
     await pool.start()
@@ -119,7 +121,7 @@ async def start(
         )
 
     trainer = Supervised("trainer", spawn_trainer, config.launch, events)
-    engines = _engines(config, sync.fetch, events)
+    engines = _engines(config, sync.fetch, events, config.num_engines)
 
     async def clean_up() -> None:
         sync.close()

@@ -18,7 +18,9 @@ def undisturbed(server: CrashServer) -> tuple[list[str], dict[str, int]]:
     return digests(run), server.counts()
 
 
-@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8))])
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8))]
+)
 def test_a_killed_run_ends_in_the_same_bits(
     server: CrashServer, undisturbed: tuple[list[str], dict[str, int]], number: int
 ) -> None:
@@ -31,7 +33,9 @@ def test_a_killed_run_ends_in_the_same_bits(
         assert_went_on(server, run, expected)
 
 
-def test_replay_recomputes_it(server: CrashServer, undisturbed: tuple[list[str], dict[str, int]]) -> None:
+def test_replay_recomputes_it(
+    server: CrashServer, undisturbed: tuple[list[str], dict[str, int]]
+) -> None:
     assert server.run("replay", str(server.folder / "imitates")) == 0, server.output()
     assert server.output().count("  equal") == len(undisturbed[0])
 

@@ -17,8 +17,8 @@ from penstock.reward import build_reward
 from penstock.reward.protocol import Reward
 from penstock.rollout.agent import AGENTS, AgentLoop, gym, tools
 from penstock.rollout.agent.bridge import Bridge
-from penstock.rollout.agent.demonstration import Demonstrations
 from penstock.rollout.agent.check import AgentCheck, CheckResult, NoReward
+from penstock.rollout.agent.demonstration import Demonstrations
 from penstock.rollout.agent.function import (
     OWN_OPTIONS,
     AgentSettings,
