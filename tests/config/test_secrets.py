@@ -115,6 +115,16 @@ def test_a_run_folder_is_its_owners_alone(tmp_path: Path) -> None:
         f"engine.options.headers={{Authorization='Bearer {SECRET}'}}",
         f"engine.options.urls=['http://me:{SECRET}@host:8000']",
         f"tasks.train.agent_options.judge=sk-{SECRET}-0123456789",
+        f"tasks.train.agent_options.judge=gsk_{SECRET.replace('-', '')}0123456789",
+        f"tasks.train.agent_options.judge=AIza{SECRET}0123456789",
+        f"tasks.train.agent_options.judge=eyJhbGciOiJI.eyJzdWIiOiIx.{SECRET}",
+        f"tasks.train.agent_options.words=['-H', 'Authorization: Bearer {SECRET}']",
+        f"tasks.train.agent_options.command=['env', 'OPENAI_API_KEY=sk-{SECRET}0123456789', 'run']",
+        f"engine.options.headers={{x-api-key='{SECRET}'}}",
+        f"engine.options.urls=['https://{SECRET}@host']",
+        f"engine.options.judge='https://host/v1?api_key={SECRET}'",
+        f"engine.options.judge='https://host/v1?a=1&token={SECRET}'",
+        f"engine.options.judge='https://host/v1?key={SECRET}'",
     ],
 )
 def test_a_secret_in_a_config_is_refused_and_not_repeated(
@@ -126,6 +136,11 @@ def test_a_secret_in_a_config_is_refused_and_not_repeated(
         assert setting.partition("=")[0] in said
         assert "environment variable" in said
         assert SECRET not in said
+
+
+def test_a_key_of_wandb_is_refused() -> None:
+    with pytest.raises(UserError, match="got a secret"):
+        refuse_secrets({"track": {"wandb": {"key": "0123456789abcdef" * 2 + "01234567"}}})
 
 
 def test_a_config_made_in_python_cannot_bring_a_secret_into_a_run_folder(tmp_path: Path) -> None:
@@ -143,6 +158,8 @@ def test_a_config_made_in_python_cannot_bring_a_secret_into_a_run_folder(tmp_pat
         {"stop_token": "<end>", "max_tokens": 4, "answer_key": "x", "token_variable": "MY_TOKEN"},
         {"path": "sk-models-of-our-team-2026"},
         {"url": "http://host:8000/v1", "text": "see https://a.b/c:d@e"},
+        {"repository": "ssh://git@host/models", "page": "https://host/list?page=2&tokens=9"},
+        {"revision": "0123456789abcdef0123456789abcdef01234567", "key": "question"},
     ],
 )
 def test_what_only_looks_like_a_secret_is_allowed(harmless: dict[str, object]) -> None:

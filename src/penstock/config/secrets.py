@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from typing import Any
-from urllib.parse import urlsplit
 
 from penstock.config.tree import leaves
 from penstock.errors import UserError
@@ -19,9 +18,14 @@ _NAMES = re.compile(
     r"|(?:api|access|auth|bearer|hf|hub|wandb|session)_?token|credentials?|authorization)|token",
     re.IGNORECASE,
 )
-_VALUES = re.compile(  # the beginnings of keys that well-known services hand out
-    r"(?=.*\d)(?=.*[A-Z])(?:sk-|hf_|ghp_|gho_|github_pat_|glpat-|xox[abp]-|AKIA|Bearer )[\w.-]{16,}"
+_VALUES = re.compile(  # the beginnings of keys that well-known services hand out; a header; a JWT
+    r"(?<![\w-])(?:sk-|hf_|gsk_|ghp_|gho_|github_pat_|glpat-|xox[abp]-|AKIA|AIza|Bearer )"
+    r"(?=[\w.-]*\d)(?=[\w.-]*[A-Z])[\w.-]{16,}"
+    r"|(?i:authorization: *[^\s$])|(?<![\w-])eyJ[\w-]{8,}\.eyJ[\w-]{8,}\."
 )
+_WANDB_KEY = re.compile(r"[0-9a-f]{40}")
+_USER_OF_URL = re.compile(r"https?://[^\s/?#@]+@|\w+://[^\s/?#@:]*:[^\s/?#@]*@", re.IGNORECASE)
+_FIELD_OF_URL = re.compile(r"[?&]([\w-]{1,40})=[^&\s]")
 
 
 def refuse_secrets(tree: Any) -> None:
@@ -29,15 +33,15 @@ def refuse_secrets(tree: Any) -> None:
     for key, value in leaves(tree, in_lists=True):
         if not isinstance(value, str) or not value:
             continue
-        if _NAMES.fullmatch(key.rpartition(".")[2]) or _VALUES.fullmatch(value):
+        if _is_secret(key.rpartition(".")[2], value):
             raise UserError(
                 f"{key}: got a secret, which a config must not hold (it is written to the run folder), "
                 f"allowed: {key}_variable = the name of an environment variable that holds it"
             )
         if "://" in value and _holds_password(value):
             raise UserError(
-                f"{key}: got a URL with a password, allowed: a URL without one, and the name of an "
-                "environment variable that holds the key or token"
+                f"{key}: got a URL with a key or password, allowed: a URL without one, and the name of an "
+                "environment variable that holds it"
             )
 
 
@@ -49,8 +53,13 @@ def from_environment(key: str, variable: str, *, default: str = "") -> str:
     return value
 
 
+def _is_secret(name: str, value: str) -> bool:
+    is_wandb_key = name == "key" and _WANDB_KEY.fullmatch(value)
+    return bool(_NAMES.fullmatch(name.replace("-", "_")) or _VALUES.search(value) or is_wandb_key)
+
+
 def _holds_password(url: str) -> bool:
-    try:
-        return urlsplit(url).password is not None
-    except ValueError:
-        return False
+    fields = (name.replace("-", "_") for name in _FIELD_OF_URL.findall(url))
+    return bool(_USER_OF_URL.search(url)) or any(
+        name == "key" or _NAMES.fullmatch(name) for name in fields
+    )

@@ -30,6 +30,7 @@ from penstock.config.sections import (
     WatchdogConfig,
     overlay,
 )
+from penstock.config.server_url import server_url
 
 # keys of a training task that an evaluation task takes over
 _INHERITED = ("system_prompt", "chat_template_kwargs")
@@ -258,7 +259,7 @@ def _check_servers(config: Config) -> None:
     plain = config.launch.num_producers - sum(count for count, _ in counts)
     for engines, place in [*counts, (plain, None)]:
         engine = config.engine if place is None else config.engine_of_kind(place)
-        servers = max(1, len(engine.servers))
+        servers = max(1, len([server_url("engine.options.urls", url) for url in engine.servers]))
         if engine.name == "openai" and engines > 0 and engines != servers:
             key = "num_producers" if place is None else f"producer_kinds[{place}].count"
             raise ValueError(
