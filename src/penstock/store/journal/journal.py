@@ -34,7 +34,6 @@ from penstock.store.journal.codec import decode_prompt, decode_rollout
 from penstock.store.journal.open_files import OpenFiles
 from penstock.store.journal.schema import (
     CHECKED,
-    changed_definitions,
     damaged_calls,
     damaged_payloads,
     damaged_rows,
@@ -328,9 +327,8 @@ class Journal:
             raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
 
     def check_file(self) -> None:
-        """Raise JournalDamaged if the file's structure or a definition is damaged; reads the whole file."""
+        """Raise JournalDamaged if the file's structure is damaged; reads the whole file."""
         self._check_structure()
-        self._raise_first(lambda: iter(()))
 
     def check_for_resume(self) -> None:
         """Raise JournalDamaged if a row that a resume reads is damaged; reads no rollout, event or call.
@@ -340,30 +338,19 @@ class Journal:
         tables = [table for table in CHECKED if table not in ("event_rows", "call_rows")]
         for table in tables:
             self._check_structure(table)
-        self._raise_first(
-            lambda: itertools.chain.from_iterable(
-                damaged_rows(self._reader, table) for table in tables
-            )
-        )
+        rows = (damaged_rows(self._reader, table) for table in tables)
+        try:
+            first = next(itertools.chain.from_iterable(rows), "")
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
+        if first:
+            raise JournalDamaged(f"journal {self.path}: damaged: {first} is not what was written")
 
     def _check_structure(self, table: str | None = None) -> None:
         for (finding,) in self.query(f"PRAGMA integrity_check({table or 1})"):
             if finding != "ok":
                 words = " ".join(finding.split())
                 raise JournalDamaged(f"journal {self.path}: damaged: {words}")
-
-    def _raise_first(self, damaged: Callable[[], Iterator[str]]) -> None:
-        """Raise for the first changed definition, or the first damaged row."""
-        try:
-            changed = changed_definitions(self._reader)
-            found = [f"the definition of {name}" for name in changed]
-            found += itertools.islice(damaged() if not changed else (), 1)
-        except (sqlite3.Error, UnicodeDecodeError) as error:
-            raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
-        if found:
-            raise JournalDamaged(
-                f"journal {self.path}: damaged: {found[0]} is not what was written"
-            )
 
     def read_identity(self) -> dict[str, str]:
         """The facts that identify the run, by name; empty in a journal that has none."""

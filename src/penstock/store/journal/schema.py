@@ -11,9 +11,11 @@ covers text and key, and repeats the other columns.
 
 from __future__ import annotations
 
+import functools
 import marshal
 import shutil
 import sqlite3
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import closing
@@ -26,6 +28,10 @@ from penstock.store.journal.codec import described, is_intact
 
 FORMAT = 1  # PRAGMA user_version of the file
 _LOG_HEADER = 32  # bytes of SQLite's log before its first row
+_BRIEF_S, _OPERATIONS = (
+    60.0,
+    1_000_000,
+)  # longest look; operations of SQLite between two looks at the clock
 _INDEX_PART = 32768  # bytes; SQLite makes the index of its log in such parts
 
 _LOG_BYTES = 16 * 2**20  # of the write-ahead log, once nobody reads what is older
@@ -120,6 +126,8 @@ def open_database(path: Path, *, readonly: bool = False, brief: bool = False) ->
         if not path.exists():
             _make_file(path)
         database = _look(path) if brief else _connect(path, readonly)
+        if brief:
+            _end_after(database, _BRIEF_S)
         version = _format_of(database)
         if version == 0 and not readonly:
             database.executescript(_TABLES)
@@ -128,6 +136,8 @@ def open_database(path: Path, *, readonly: bool = False, brief: bool = False) ->
                 f"journal {path}: got format {version}, allowed: {FORMAT}; another version of "
                 "Penstock wrote it"
             )
+        for name in _changed_definitions(database):  # before any of them is read
+            raise sqlite3.DatabaseError(f"the definition of {name} is not what was written")
     except sqlite3.OperationalError as error:
         raise RunError(f"journal {path}: cannot be opened: {error}") from error
     except (sqlite3.Error, UnicodeDecodeError) as error:
@@ -242,6 +252,7 @@ def _link(path: Path, how: str) -> sqlite3.Connection:
         target, uri=True, isolation_level=None, check_same_thread=False, timeout=30.0
     )
     database.text_factory = _readable
+    database.execute("PRAGMA trusted_schema = OFF")
     database.create_function(ROW_CHECK, -1, row_check, deterministic=True)
     return database
 
@@ -251,14 +262,27 @@ def _readable(text: bytes) -> str:
     return text.decode("utf-8", "replace")
 
 
-def changed_definitions(database: sqlite3.Connection) -> list[str]:
+def _end_after(database: sqlite3.Connection, seconds: float) -> None:
+    """Let no query of a connection run on after this time: a file can be made so that one never ends."""
+    end = time.monotonic() + seconds
+    database.set_progress_handler(lambda: time.monotonic() > end, _OPERATIONS)
+
+
+_DEFINITIONS = "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"
+
+
+def _changed_definitions(database: sqlite3.Connection) -> list[str]:
     """The tables and views whose definition differs from the one they were created with."""
-    select = "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"
-    with closing(sqlite3.connect(":memory:")) as fresh:
-        fresh.executescript(_TABLES)
-        expected, present = dict(fresh.execute(select)), dict(database.execute(select))
+    expected, present = _definitions(), dict(database.execute(_DEFINITIONS))
     names = expected.keys() | present.keys()
     return sorted(name for name in names if expected.get(name) != present.get(name))
+
+
+@functools.cache
+def _definitions() -> dict[str, str]:
+    with closing(sqlite3.connect(":memory:")) as fresh:
+        fresh.executescript(_TABLES)
+        return dict(fresh.execute(_DEFINITIONS))
 
 
 # -- checksums of rows ---------------------------------------------------------------------------
