@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -187,6 +187,14 @@ class WaitInOrder:
         if self._asked_since and fault is None:
             with contextlib.suppress(PenstockError):  # the responder was closed: nobody waits
                 self.asked(detail, answered)
+
+
+async def end_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks whose results nobody wants any more, and wait until they have ended."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
 
 
 class Signal:

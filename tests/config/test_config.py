@@ -12,7 +12,7 @@ import pytest
 
 from penstock.config import Config
 from penstock.config.doubts import doubts
-from penstock.config.foreign_words import COMMON
+from penstock.config.foreign_words import COMMON, rows
 from penstock.config.mistakes import REMOVED, valid_keys
 from penstock.config.plugins import load
 from penstock.config.source import (
@@ -64,8 +64,9 @@ def test_every_field_has_a_line_of_doc() -> None:
 
 
 def test_words_of_other_systems_lead_to_keys_that_exist() -> None:
-    assert set(COMMON.values()) <= set(valid_keys(Config))
-    assert not set(COMMON) & {key.rsplit(".")[-1] for key in valid_keys(Config)}
+    common = {row["word"]: row["key"] for row in rows(COMMON)}
+    assert set(common.values()) <= set(valid_keys(Config))
+    assert not set(common) & {key.rsplit(".")[-1] for key in valid_keys(Config)}
 
 
 def overrides_with(pattern: str) -> list[str]:

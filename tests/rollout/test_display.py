@@ -19,10 +19,6 @@ NOW = ProducerSnapshot(
         ),
     ),
     waits=(ProducerWait(who="step 2", what="2 of 4 groups of task math", seconds=3.0),),
-    producer_wait_s=0.0,
-    next_step=2,
-    model_version=1,
-    paused=False,
 )
 
 
@@ -30,7 +26,3 @@ def test_every_task_has_a_line_that_says_where_its_groups_are() -> None:
     assert [str(task) for task in NOW.tasks] == [
         "math: drawn 12, in flight 4, ready 2, to retry 1, trained 4, dropped failed 1"
     ]
-
-
-def test_a_snapshot_knows_whether_it_balances() -> None:
-    assert NOW.tasks[0].balanced

@@ -82,7 +82,7 @@ def test_running_ahead_stops_at_the_staleness_bound_and_goes_on_with_new_weights
         wait = next(w for w in stage.producer.snapshot().waits if w.who == "produce t")
         assert "step 2 to be consumed" in wait.what or "weights" in wait.what
         await asyncio.sleep(3.0)
-        assert stage.producer.snapshot().producer_wait_s == pytest.approx(3.0)
+        assert stage.producer.read_metrics()["time/producer_wait_s"] == pytest.approx(3.0)
         await stage.train(batch)
         await turns()
         assert len(stage.loop.held) == 2

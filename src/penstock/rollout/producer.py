@@ -30,7 +30,7 @@ from penstock.rollout.replay_buffer import ReplayBuffer
 from penstock.rollout.strategy import ProduceBatchStatus, ProduceStrategy
 from penstock.store.journal import InFlightRecord, Journal
 from penstock.types import Batch, Group, Status, staleness
-from penstock.waits import Signal, WaitKind, Waits, loop_time
+from penstock.waits import Signal, WaitKind, Waits, end_all, loop_time
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -194,9 +194,7 @@ class Producer:
             self._fault = error
             raise
         finally:
-            for production in running:
-                production.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await end_all(running)
             for task in self._tasks:
                 await task.runner.cancel(task.ctx)
             self._ended = True
@@ -407,10 +405,6 @@ class Producer:
         return ProducerSnapshot(
             tasks=tuple(task.snapshot() for task in self._tasks),
             waits=tuple(self._open_waits(now)),
-            producer_wait_s=self._idle_s + self._idle_now(now),
-            next_step=self.progress.next_consumer_step,
-            model_version=self.model_version,
-            paused=self._paused,
             batch_ready=sum(
                 min(task.ctx.completed(), shares.get(task.name, 0)) for task in self._tasks
             ),

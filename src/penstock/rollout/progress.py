@@ -295,9 +295,5 @@ class ProducerSnapshot:
 
     tasks: tuple[TaskSnapshot, ...]
     waits: tuple[ProducerWait, ...]
-    producer_wait_s: float  # total time in which the staleness bound let no task launch
-    next_step: int
-    model_version: int
-    paused: bool
     batch_ready: int = 0  # groups of the next step's batch that are there
     batch_size: int = 0

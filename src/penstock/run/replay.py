@@ -272,6 +272,4 @@ class RecordedBatches:
         return {"time/producer_wait_s": 0.0}
 
     def snapshot(self) -> ProducerSnapshot:
-        return ProducerSnapshot(
-            tasks=(), waits=(), producer_wait_s=0.0, next_step=0, model_version=0, paused=False
-        )
+        return ProducerSnapshot(tasks=(), waits=())

@@ -25,7 +25,7 @@ from penstock.reward import VerifiableReward
 from penstock.rollout.agent import AgentLoop
 from penstock.rollout.agent.build import check_agent, loop_class
 from penstock.rollout.agent.function import InterruptedCalls
-from penstock.rollout.evaluation.evaluate import KeptCalls
+from penstock.rollout.agent.session import KeptCalls
 from penstock.run.job import open_agent, open_reward, serve_agents
 from penstock.run.run_data import RunData
 from penstock.store.journal import Journal

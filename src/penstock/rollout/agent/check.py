@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.reward.protocol import Reward
 from penstock.rollout.agent.bridge import Bridge
 from penstock.rollout.agent.function import FunctionAgent, InterruptedCalls
-from penstock.store.journal.calls import ToolResult
+from penstock.rollout.agent.session import KeptCalls
 from penstock.types import Group, ModelCall, Prompt, Rollout, Score, Status, VersionSegment
 
 _WORDS = ("7", "yes", "I do not know.", "higher", "<answer>12</answer>", "4 + 5 = 9", "no")
@@ -38,38 +38,25 @@ class CheckResult:
     detail: str = ""
 
 
-@dataclass(slots=True)
-class TrialRollout:
+class TrialRollout(KeptCalls):
     """One rollout of a check: what the agent asked, what its tools gave, and how it ended."""
 
-    rollout: Rollout
-    calls: list[ModelCall] = field(default_factory=list)
-    tools: dict[str, ToolResult] = field(default_factory=dict)
-    sampled: int = 0
+    def __init__(self, rollout: Rollout) -> None:
+        super().__init__()
+        self.rollout, self.sampled = rollout, 0
+
+    def count_answer(self) -> None:
+        """Count an answer that was sampled, not taken from a record."""
+        self.sampled += 1
+
+    @property
+    def asked(self) -> list[ModelCall]:
+        return self.calls.get(self.rollout.rollout_id, [])
 
     @property
     def requests(self) -> list[Any]:
         """The messages of every request, with the parts of a tree that an equal run repeats."""
-        return [(call.parent, call.messages, call.tools) for call in self.calls]
-
-
-class _Recorder:
-    """Keeps what a journal would keep of one rollout."""
-
-    def __init__(self, trial: TrialRollout) -> None:
-        self._trial = trial
-
-    async def record_call(self, rollout: Rollout, call: ModelCall) -> None:
-        self._trial.calls.append(call)
-
-    async def begin_tool(self, rollout: Rollout, call_id: str, name: str) -> None:
-        self._trial.tools[call_id] = ToolResult(
-            call_id=call_id, name=name, outcome=None, result=None
-        )
-
-    async def end_tool(self, rollout: Rollout, call_id: str, outcome: str, result: str) -> None:
-        before = self._trial.tools[call_id]
-        self._trial.tools[call_id] = replace(before, outcome=outcome, result=result)
+        return [(call.parent, call.messages, call.tools) for call in self.asked]
 
 
 class _ScriptedEngine:
@@ -79,7 +66,7 @@ class _ScriptedEngine:
         self._chat, self._say, self._trial = chat, say, trial
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        self._trial.sampled += 1
+        self._trial.count_answer()
         ids = self._chat.encode_text(self._say(request.seed))[: request.sampling.max_tokens - 1]
         ends = np.array(self._chat.eos_ids[:1], dtype=np.int32)
         token_ids = np.concatenate([ids, ends]).astype(np.int32)
@@ -154,18 +141,17 @@ class AgentCheck:
         )
         trial, interrupted = TrialRollout(rollout), InterruptedCalls()
         if before is not None:
-            tool_calls = [call.answer.get("tool_calls") or () for call in before.calls[:keep]]
+            kept, results = before.asked[:keep], before.tools.get(rollout.rollout_id, {})
+            tool_calls = [call.answer.get("tool_calls") or () for call in kept]
             call_ids = {tool["id"] for tools in tool_calls for tool in tools}
-            interrupted.calls[rollout.rollout_id, seed] = before.calls[:keep]
+            interrupted.calls[rollout.rollout_id, seed] = kept
             interrupted.tools[rollout.rollout_id, seed] = [
-                tool
-                for key, tool in before.tools.items()
-                if key in call_ids or key.startswith("step")
+                tool for key, tool in results.items() if key in call_ids or key.startswith("step")
             ][:keep]
         self._agent = self._make(
             engine=_ScriptedEngine(self._chat, lambda number: words[number % len(words)], trial),
             decode=self._chat.decode,
-            recorder=_Recorder(trial),
+            recorder=trial,
             interrupted=interrupted,
         )
         await self._agent.generate_group(group.rollouts)
@@ -196,13 +182,13 @@ class AgentCheck:
 
     async def _continues(self) -> str:
         before = await self._play(8)
-        keep = max(1, len(before.calls) // 2)
+        keep = max(1, len(before.asked) // 2)
         after = await self._play(8, before=before, keep=keep)
         if after.rollout.status is not Status.COMPLETED:
             return after.rollout.error
-        if after.sampled != len(before.calls) - keep:
+        if after.sampled != len(before.asked) - keep:
             return (
-                f"it had made {keep} of {len(before.calls)} calls, and {after.sampled} were sampled again: "
+                f"it had made {keep} of {len(before.asked)} calls, and {after.sampled} were sampled again: "
                 "its requests differ from the recorded ones"
             )
         return ""

@@ -41,6 +41,25 @@ class Recorder(Protocol):
     async def end_tool(self, rollout: Rollout, call_id: str, outcome: str, result: str) -> None: ...
 
 
+class KeptCalls:
+    """A `Recorder` in memory, by rollout; of rollouts that no journal holds."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[ModelCall]] = {}
+        self.tools: dict[str, dict[str, ToolResult]] = {}  # by call id
+
+    async def record_call(self, rollout: Rollout, call: ModelCall) -> None:
+        self.calls.setdefault(rollout.rollout_id, []).append(call)
+
+    async def begin_tool(self, rollout: Rollout, call_id: str, name: str) -> None:
+        begun = ToolResult(call_id=call_id, name=name, outcome=None, result=None)
+        self.tools.setdefault(rollout.rollout_id, {})[call_id] = begun
+
+    async def end_tool(self, rollout: Rollout, call_id: str, outcome: str, result: str) -> None:
+        tools = self.tools[rollout.rollout_id]
+        tools[call_id] = replace(tools[call_id], outcome=outcome, result=result)
+
+
 Function = Callable[..., Awaitable[Any]]  # an agent: of (task, model) and its own options
 POLICIES = ("fail", "retry", "rebuild")  # for a tool call that was only begun
 Unknown = str | Callable[[str], Any]

@@ -27,6 +27,7 @@ from penstock.errors import EngineError, RunError
 from penstock.files import write_whole
 from penstock.reward.protocol import Reward
 from penstock.rollout.agent.function import FunctionAgent
+from penstock.rollout.agent.session import KeptCalls
 from penstock.rollout.agent.single_turn import SingleTurn
 from penstock.rollout.agent_loop import AgentLoop
 from penstock.types import ModelCall, Prompt, Rollout, Score, Status
@@ -131,20 +132,6 @@ def _rollout(task: EvalTask, problem: Prompt, index: int, version: int) -> Rollo
     )
 
 
-class KeptCalls:
-    """Keeps the model calls of an agent's rollouts, as a journal would; tool calls are not recorded."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, list[ModelCall]] = {}  # by rollout
-
-    async def record_call(self, rollout: Rollout, call: ModelCall) -> None:
-        self.of.setdefault(rollout.rollout_id, []).append(call)
-
-    async def begin_tool(self, rollout: Rollout, call_id: str, name: str) -> None: ...
-
-    async def end_tool(self, rollout: Rollout, call_id: str, outcome: str, result: str) -> None: ...
-
-
 class _WatchedEngine:
     """The engine of an evaluation as an agent loop uses it; remembers that it died."""
 
@@ -207,7 +194,7 @@ async def _play_group(
     for _ in range(TRIES):
         for rollout in group:
             if rollout.status is Status.FAILED:
-                calls.of.pop(rollout.rollout_id, None)
+                calls.calls.pop(rollout.rollout_id, None)
                 rollout.restart()
         await agent.generate_group(group)
         if engine.fault is not None:
@@ -264,7 +251,7 @@ def _summarise(
         response_length=float(np.mean([rollout.num_sampled for rollout in rollouts])),
         failures=sum(failed),
         error=next((r.error for r, fails in zip(rollouts, failed, strict=True) if fails), ""),
-        turns=None if calls is None else sum(map(len, calls.of.values())) / len(rollouts),
+        turns=None if calls is None else sum(map(len, calls.calls.values())) / len(rollouts),
     )
 
 
@@ -329,7 +316,9 @@ def _write_samples(
                 "error": rollout.error,
             }
             if calls is not None:
-                line["calls"] = [_call_line(call) for call in calls.of.get(rollout.rollout_id, [])]
+                line["calls"] = [
+                    _call_line(call) for call in calls.calls.get(rollout.rollout_id, [])
+                ]
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 

@@ -1,7 +1,7 @@
 """`penstock score`: runs a reward over recorded responses, one JSON line each.
 
-Reads a JSONL file (or a run's rollouts.jsonl) twice: first checks every line, then scores a bounded
-number at a time and writes the results in the order of the input. A line whose reward fails gets an
+Reads and checks every line of a JSONL file (or of a run's rollouts.jsonl), then scores a bounded number at a
+time and writes the results in the order of the input. A line whose reward fails gets an
 `error` instead of a reward and is counted; it never becomes a zero.
 """
 
@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -97,49 +98,44 @@ def score_file(
     path = data / "rollouts.jsonl" if data.is_dir() else data
     if not path.is_file():
         raise UserError(f"score: got {str(data)!r}, allowed: a JSONL file or a run folder")
-    total = _check_lines(path)
+    records = _read_records(path)
     named = [RewardConfig(type=reward, options=options or {})]
-    scorer = build_reward(named, max_tokens=MAX_TOKENS, is_chat=_has_messages(path))
+    scorer = build_reward(named, max_tokens=MAX_TOKENS, is_chat=_has_messages(records[0]))
     with contextlib.ExitStack() as stack:
         target = stack.enter_context(out.open("w", encoding="utf-8")) if out else sys.stdout
         show = stack.enter_context(files.progress_bar("scoring", console))
-        summary = asyncio.run(_score_all(path, scorer, target, lambda done: show(done, total)))
+        count = len(records)
+        summary = asyncio.run(_score_all(records, scorer, target, lambda done: show(done, count)))
     for line in summary.lines():
         console.print(line, highlight=False)
     return summary
 
 
-def _has_messages(path: Path) -> bool:
-    """Whether the lines are data of messages; a run writes messages for any data."""
-    fields = json.loads(next(_lines(path))[1])
-    prompt = fields.get("messages", fields.get("prompt"))
-    return isinstance(prompt, list) and "rollout_id" not in fields
-
-
-def _check_lines(path: Path) -> int:
-    """The number of records; raise a UserError that lists all malformed lines."""
-    count, wrong = 0, list[str]()
-    for number, line in _lines(path):
-        try:
-            _read_record(number, line)
-            count += 1
-        except ValueError as error:
-            wrong.append(f"line {number}: {error}")
+def _read_records(path: Path) -> list[Record]:
+    """Every record; raise a UserError that lists all malformed lines."""
+    records, wrong = list[Record](), list[str]()
+    with path.open(encoding="utf-8", errors="surrogateescape") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                if line.strip():
+                    records.append(_read_record(number, line))
+            except ValueError as error:
+                wrong.append(f"line {number}: {error}")
     if wrong:
         shown = "; ".join(wrong[:SHOWN_MALFORMED])
         numbers = ", ".join(entry.partition(":")[0].removeprefix("line ") for entry in wrong)
         more = f" (all malformed lines: {numbers})" if len(wrong) > SHOWN_MALFORMED else ""
         raise UserError(f"{path}: {shown}{more}")
-    if not count:
+    if not records:
         raise UserError(f"{path}: got no line, allowed: one JSON object a line")
-    return count
+    return records
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    with path.open(encoding="utf-8", errors="surrogateescape") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield number, line
+def _has_messages(record: Record) -> bool:
+    """Whether the lines are data of messages; a run writes messages for any data."""
+    fields = record.prompt.extra
+    prompt = fields.get("messages", fields.get("prompt"))
+    return isinstance(prompt, list) and "rollout_id" not in fields
 
 
 def _read_record(number: int, line: str) -> Record:
@@ -193,15 +189,15 @@ def _make_record(
 
 
 async def _score_all(
-    path: Path,
+    records: list[Record],
     reward: VerifiableReward,
     target: TextIO,
     show: Callable[[int], None],
 ) -> ScoreSummary:
     summary, started = ScoreSummary(), time.monotonic()
     try:
-        async for records, outcomes in _in_order(_groups(path, reward.needs_group), reward):
-            for record, (score, error, seconds) in zip(records, outcomes, strict=True):
+        async for group, outcomes in _in_order(_groups(records, reward.needs_group), reward):
+            for record, (score, error, seconds) in zip(group, outcomes, strict=True):
                 summary.add(score)
                 target.write(json.dumps(_output(record, score, error, seconds)) + "\n")
             show(summary.count)
@@ -214,17 +210,10 @@ async def _score_all(
 Scored = tuple[Score | None, str, float]  # (score or None, reason for None, seconds)
 
 
-def _groups(path: Path, whole: bool) -> Iterator[list[Record]]:
+def _groups(records: list[Record], whole: bool) -> Iterator[list[Record]]:
     """Yield records one by one or, with `whole`, neighbours of one group together."""
-    group: list[Record] = []
-    for number, line in _lines(path):
-        record = _read_record(number, line)
-        if group and (not whole or record.group != group[0].group):
-            yield group
-            group = []
-        group.append(record)
-    if group:
-        yield group
+    for _, group in groupby(records, lambda record: record.group if whole else record.number):
+        yield list(group)
 
 
 async def _in_order(

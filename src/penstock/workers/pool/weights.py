@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from penstock.engine.protocol import Generation
 from penstock.errors import EngineError, WeightsGone
 from penstock.types import WeightHandle
-from penstock.waits import loop_time
+from penstock.waits import end_all, loop_time
 from penstock.workers.pool.node_copies import NodeCopies
 from penstock.workers.pool.requests import Engine
 from penstock.workers.supervise.supervised import Call
@@ -184,9 +184,7 @@ class Loads:
             if self._late and not (may_leave and tasks):
                 await asyncio.wait(self._late.values())
         except BaseException:  # cancelled: no load may outlive it
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_all(tasks)
             raise
         digests: Digests = []
         for answer in answers:
@@ -222,10 +220,7 @@ class Loads:
 
     async def close(self) -> None:
         """Give up the loads that are under way."""
-        tasks = list(self._late.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_all(self._late.values())
 
 
 def _succeeded(task: asyncio.Task[Digests]) -> bool:

@@ -21,7 +21,7 @@ from penstock.reward import build_reward
 from penstock.rollout import AgentLoop
 from penstock.rollout.agent.build import build_loop
 from penstock.types import Rollout
-from penstock.waits import WaitKind, Waits
+from penstock.waits import WaitKind, Waits, end_all
 from penstock.workers.rpc import portable_error
 from penstock.workers.supervise.supervised import Supervised, Worker
 
@@ -234,9 +234,7 @@ class ActorAgentLoop(AgentLoop):
                     async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                         await actor.worker.call("close")
         await asyncio.gather(*(actor.close() for actor in self._groups))
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_all(self._tasks)
 
 
 async def _unless_dead(call: Any) -> None:

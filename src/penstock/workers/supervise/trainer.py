@@ -21,6 +21,7 @@ from typing import Any
 from penstock.config import ParallelConfig
 from penstock.errors import WorkerDied, WrongStep
 from penstock.types import Batch, StepReport, WeightHandle
+from penstock.waits import end_all
 from penstock.workers.supervise.supervised import Call, Restarts, Supervised, Worker, nothing
 
 _OTHERS_TIMEOUT_S = 30.0
@@ -78,7 +79,7 @@ class RankGroup:
             every = [fault for task in tasks if (fault := task.exception()) is not None]
             raise next((fault for fault in every if isinstance(fault, WorkerDied)), faults[0])
         finally:
-            await _end_all(tasks)
+            await end_all(tasks)
 
     async def _end_the_rest(
         self, tasks: Sequence[asyncio.Future[Any]], fault: BaseException
@@ -94,7 +95,7 @@ class RankGroup:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
         finally:
-            await _end_all(tasks)
+            await end_all(tasks)
 
     async def stack(self) -> str:
         stacks = await asyncio.gather(*(rank.stack() for rank in self._ranks))
@@ -123,13 +124,6 @@ def _one_report(reports: Sequence[StepReport]) -> StepReport:
     """The first rank's report with the groups of all shares, in the order of the batch."""
     turns = itertools.zip_longest(*(report.trained for report in reports))
     return replace(reports[0], trained=tuple(group for turn in turns for group in turn if group))
-
-
-async def _end_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel tasks whose answers nobody wants any more, and read how they ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:
