@@ -16,7 +16,6 @@ STARTS = ("create_task", "ensure_future", "Thread", "ThreadPoolExecutor")
 
 OWNED = {
     # awaited in the same function, or in the one that cancels it
-    "rollout/agent/function.py FunctionAgent.generate_group": "waited for, the first error raised",
     "rollout/evaluation/evaluate.py _play": "a TaskGroup, the first error raised",
     "rollout/evaluation/background.py Evaluations.begin": "the loop's TaskGroup",
     "rollout/evaluation/score.py _in_order": "a TaskGroup",

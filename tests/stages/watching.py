@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from penstock.config import LaunchConfig, SamplingConfig, WatchdogConfig
 from penstock.errors import RunError
@@ -21,6 +22,7 @@ from penstock.workers.supervise.supervised import (
     call_worker,
 )
 from penstock.workers.watchdog import Watchdog
+from penstock.workers.workers import Workers
 from stages.rollouts import make_prompt
 
 STALL_S = 60.0
@@ -100,8 +102,22 @@ class WatchdogStage:
         self.notes: list[str] = []
         self.events = SupervisionCallbacks(waits=self.waits, note=self.notes.append)
         settings = WatchdogConfig.model_validate({"stall_s": STALL_S, "action": action})
-        callbacks = {"progress_of": _stands_still, "activity_of": _idle, **callbacks}
-        self.watchdog = Watchdog(self.waits, settings, note=self.notes.append, **callbacks)
+        producer_waits = callbacks.pop("producer_waits", list)
+        answers = {
+            "stack_of": _no_stack,
+            "progress_of": _stands_still,
+            "activity_of": _idle,
+            "restart": _not_restarted,
+            "end": _ended,
+            **callbacks,
+        }
+        self.watchdog = Watchdog(
+            self.waits,
+            settings,
+            cast(Workers, SimpleNamespace(**answers)),
+            note=self.notes.append,
+            producer_waits=producer_waits,
+        )
 
     def run(self, work: Any, seconds: float = 1000.0) -> str:
         """Run the work beside the watchdog; return the error that stopped it, or None."""
@@ -140,6 +156,17 @@ class WatchdogStage:
 
 async def _stands_still(name: str) -> object:
     return 7
+
+
+async def _no_stack(name: str) -> str:
+    return ""
+
+
+async def _not_restarted(name: str, reason: str) -> bool:
+    return False
+
+
+async def _ended(reason: str) -> None: ...
 
 
 async def _idle(name: str) -> float | None:

@@ -242,7 +242,7 @@ def test_the_watchdog_ends_the_workers_of_a_run_that_it_stops() -> None:
     async def end(reason: str) -> None:
         ended.append(reason)
 
-    stage = WatchdogStage("stop", end_workers=end)
+    stage = WatchdogStage("stop", end=end)
     line = stage.run(Called("trainer", Silent(), stage.waits).train())
     assert ended == [line] != [""]
 

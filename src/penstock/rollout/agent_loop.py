@@ -53,8 +53,13 @@ class AgentLoop:
             return rollout
 
         unfinished = [rollout for rollout in rollouts if rollout.status is not Status.COMPLETED]
-        generated = await asyncio.gather(*map(isolated, unfinished))
-        by_id = {rollout.rollout_id: rollout for rollout in generated}
+        # each has ended when this returns, whatever another raised
+        outcomes = await asyncio.gather(*map(isolated, unfinished), return_exceptions=True)
+        by_id: dict[str, Rollout] = {}
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            by_id[outcome.rollout_id] = outcome
         return [by_id.get(rollout.rollout_id, rollout) for rollout in rollouts]
 
     async def pause(self) -> None:

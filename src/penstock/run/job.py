@@ -130,12 +130,8 @@ class Job:
         return Watchdog(
             self.waits,
             self.config.watchdog,
+            self.workers,
             note=self.tracker.note,
-            stack_of=self.workers.stack_of,
-            restart=self.workers.restart,
-            end_workers=self.workers.end,
-            progress_of=self.workers.progress_of,
-            activity_of=self.workers.activity_of,
             producer_waits=self.status.producer_waits,
         )
 

@@ -22,6 +22,7 @@ from typing import Any
 from penstock.config import WatchdogConfig
 from penstock.errors import PenstockError, RunError
 from penstock.waits import OpenWait, WaitKind, Waits
+from penstock.workers.workers import Workers
 
 PATIENCE = 5.0  # a wait is late after this many times the longest answer so far
 LONG_PATIENCE = 6.0  # act after this many times the limit, if no hang is proven
@@ -49,29 +50,19 @@ class _Look:
 
 
 class Watchdog:
-    """Reports stuck waits; `run` raises if the policy says to stop.
-
-    `progress_of` returns something that changes with every piece of work, `activity_of` the seconds
-    of work that a process has spent, `restart` whether a worker is being replaced. `end_workers` kills
-    all of them for good.
-    """
+    """Reports stuck waits; `run` raises if the policy says to stop."""
 
     def __init__(
         self,
         waits: Waits,
         settings: WatchdogConfig,
+        workers: Workers,
         *,
         note: Callable[[str], None],
-        stack_of: Callable[[str], Awaitable[str]] | None = None,
-        restart: Callable[[str, str], Awaitable[bool]] | None = None,
-        end_workers: Callable[[str], Awaitable[None]] | None = None,
-        progress_of: Callable[[str], Awaitable[object]] | None = None,
-        activity_of: Callable[[str], Awaitable[float | None]] | None = None,
         producer_waits: Callable[[], list[str]] = list,
     ) -> None:
         self._waits, self._settings, self._note = waits, settings, note
-        self._stack_of, self._restart, self._end_workers = stack_of, restart, end_workers
-        self._progress_of, self._activity_of = progress_of, activity_of
+        self._workers = workers
         self._producer_waits = producer_waits  # returns a sentence per wait
         self._looks: dict[tuple[str, WaitKind], _Look] = {}  # the last look at each kind of wait
         self._moved: dict[str, float] = {}  # responder -> when it last made progress
@@ -133,16 +124,12 @@ class Watchdog:
             await self._act(wait, busy=busy, proven=look.progress is not None and not busy)
 
     async def _look(self, responder: str) -> _Look:
-        progress = await self._ask(self._progress_of, responder)
-        activity = await self._ask(self._activity_of, responder)
+        progress = await self._ask(self._workers.progress_of, responder)
+        activity = await self._ask(self._workers.activity_of, responder)
         seconds = activity if isinstance(activity, float) else None
         return _Look(self._waits.clock(), progress, seconds)
 
-    async def _ask(
-        self, question: Callable[[str], Awaitable[object]] | None, responder: str
-    ) -> object:
-        if question is None:
-            return None
+    async def _ask(self, question: Callable[[str], Awaitable[object]], responder: str) -> object:
         try:
             async with asyncio.timeout(min(_PROBE_TIMEOUT_S, self._settings.stall_s / 4)):
                 return await question(responder)
@@ -172,10 +159,9 @@ class Watchdog:
         if not acts:
             return
         may_restart = self._settings.action == "restart" and bool(responder)
-        if may_restart and self._restart is not None and await self._restart(responder, line):
+        if may_restart and await self._workers.restart(responder, line):
             return
-        if self._end_workers is not None:  # nobody watches what unwinds: it must not wait for one
-            await self._end_workers(line)
+        await self._workers.end(line)  # nobody watches what unwinds: it must not wait for one
         raise RunError(line)
 
     def _waits_for_a_restart(self, wait: OpenWait | None) -> bool:
@@ -203,12 +189,10 @@ class Watchdog:
     async def _stack(self, wait: OpenWait | None) -> str:
         if wait is None:
             return ""
-        text = ""
-        if self._stack_of is not None:
-            try:
-                text = await self._stack_of(wait.responder)
-            except (PenstockError, OSError) as error:  # nor must a stack that cannot be read
-                text = f"(no stack: {type(error).__name__}: {error})"
+        try:
+            text = await self._workers.stack_of(wait.responder)
+        except (PenstockError, OSError) as error:  # nor must a stack that cannot be read
+            text = f"(no stack: {type(error).__name__}: {error})"
         return text or (coroutine_stack(wait.task) if wait.task is not None else "")
 
 

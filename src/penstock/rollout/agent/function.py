@@ -139,40 +139,22 @@ class FunctionAgent(AgentLoop):
         self._endpoint = endpoint
         self._threads: CallThreads | None = None
         self._reward = reward  # scores the last answer if the function returns None
-        self._running: dict[str, asyncio.Task[None]] = {}  # by rollout
 
-    async def generate_group(
-        self, rollouts: list[Rollout], *, enable_partial_rollout: bool = False
-    ) -> list[Rollout]:
-        """Call the function for every unfinished rollout; each ends COMPLETED, ABORTED or FAILED."""
-        todo = [rollout for rollout in rollouts if rollout.status is not Status.COMPLETED]
-        sessions = [self._open(rollout, enable_partial_rollout) for rollout in todo]
-        if not todo:
-            return rollouts
-        tasks = [asyncio.create_task(self._run(session)) for session in sessions]
-        self._running.update(zip((rollout.rollout_id for rollout in todo), tasks, strict=True))
+    async def generate(self, rollout: Rollout, *, enable_partial_rollout: bool = False) -> Rollout:
+        """Call the function for one rollout; it ends COMPLETED, ABORTED or FAILED.
+
+        One that is interrupted keeps the calls that it has made.
+        """
+        session = self._open(rollout, enable_partial_rollout)
         try:
-            await asyncio.wait(tasks)
+            await self._run(session)
         except asyncio.CancelledError:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await session.close()
+            self._set_aside(session)
             raise
         finally:
-            for session in sessions:
-                self._running.pop(session.rollout.rollout_id, None)
-                await session.close()
-        for session, task in zip(sessions, tasks, strict=True):
-            if task.cancelled():  # a pause
-                self._set_aside(session)
-            elif (error := task.exception()) is not None:
-                raise error
-        return rollouts
-
-    async def pause(self) -> None:
-        """End the running rollouts; each keeps the calls that it has made."""
-        for task in list(self._running.values()):
-            task.cancel()
+            await session.close()
+        return rollout
 
     def _tool_threads(self) -> CallThreads:
         """The threads that blocking tools run on, for all rollouts of this loop."""
