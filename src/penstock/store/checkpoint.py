@@ -210,9 +210,7 @@ class CheckpointStore:
         self._before_rename()
         final = self._folder / f"step-{step}"
         if final.exists():  # damaged, or of a step that the journal has lost
-            aside = self._folder / f".draft-old-{step}"
-            shutil.rmtree(aside, ignore_errors=True)
-            final.rename(aside)
+            self._withdraw(final)
         draft.rename(final)
         sync(self._folder)
         self._prune()
@@ -232,9 +230,16 @@ class CheckpointStore:
         paths = self._paths()
         kept, others = paths[: self._settings.keep], paths[self._settings.keep :]
         for path in others:
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # one checkpoint too many does no harm
+                self._withdraw(path)
         self.sweep()
         self._after_prune(_step_of(kept[-1]))
+
+    def _withdraw(self, path: Path) -> None:
+        """Take a checkpoint's name away at once: whoever reads it sees it whole or not at all."""
+        aside = self._folder / f".draft-old-{_step_of(path)}"
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
 
     def sweep(self) -> None:
         """Remove drafts of dead processes; only the process that writes the run may call this."""
