@@ -18,6 +18,8 @@ MAX_ANSWER_CHARS = 1000  # a longer answer is right only if it is the same text
 _INTEGER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 _OUTER_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|boxed|fbox)\s*\{([^{}]*)\}")
 _SPACES = re.compile(r"\s+")
+_LAYOUT = re.compile(r"(?<!\d)\s++|\s++(?!\d)")  # a blank between two digits parts two numbers
+_SEVERAL_NUMBERS = re.compile(r"\d\s*(?:_|\\\\)|\d\s+\d")
 _CHOICE = re.compile(r"\(?([A-Za-z])[).]?")
 _WORDS = re.compile(r"(?=.*[^\W\d_]{4})[^\W\d_]+(?: [^\W\d_]+)*")  # too long for a product
 
@@ -44,7 +46,7 @@ def _unwrap(text: str) -> str:
 
 
 def _decide_cleaned(gold: str, answer: str) -> bool | None:
-    left, right = _SPACES.sub("", gold), _SPACES.sub("", answer)
+    left, right = _LAYOUT.sub("", gold), _LAYOUT.sub("", answer)
     if not left or not right:
         return False
     if left == right:
@@ -60,6 +62,9 @@ def _decide_cleaned(gold: str, answer: str) -> bool | None:
 
 
 def _could_be_a_number(answer: str) -> bool:
+    """Whether algebra may find a number: not in words, several numbers or a number and other words."""
+    if _SEVERAL_NUMBERS.search(answer) or _NUMBER_AND_WORDS.fullmatch(answer):
+        return False
     return "\\" in answer or any(map(str.isnumeric, answer))
 
 
@@ -81,12 +86,14 @@ def _decide_text(gold: str, answer: str) -> bool | None:
 # -- numbers -------------------------------------------------------------------------------------
 
 MAX_NUMBER_CHARS = 200  # longer numbers are compared as text: Python is slow or refuses
-CLOSE = Fraction(1, 10**6)  # relative gap of an answer that is rounded to six places or more
+ROUNDED_PLACES = 6  # with fewer places, a number is compared exactly
 
 _WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _SPACING = re.compile(r"\\[,;:! ]|\\quad|\\qquad|~|\\(?:left|right|displaystyle)(?![a-zA-Z])")
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _MINUS = str.maketrans({"−": "-", "–": "-", "﹣": "-", "⁄": "/", "×": "*", "⋅": "*"})
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+_VULGAR_FRACTION = re.compile("[¼-¾⅐-⅟↉]")
 _CURRENCY = re.compile(r"\\?[$€£¥₹]|(?<![a-zA-Z])(?:USD|EUR|GBP)(?![a-zA-Z])")
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")
 _POWER = re.compile(r"\s*(?:\*|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*(?:\{([+-]?\d+)\}|([+-]?\d+))$")
@@ -96,6 +103,7 @@ _RATIO = re.compile(r"(?P<sign>[+-]?)\s*(?:(?P<whole>\d+) )?(?P<top>\d+)\s*/\s*(
 _UNIT = re.compile(
     r"(?:[^\W\d_]+\.?)(?:[ /·-]+[^\W\d_]+\.?)*|°\s?[cfk]?|\^\\circ|\^\{\\circ\}|\\degree"
 )
+_NUMBER_AND_WORDS = re.compile(r"[+-]?[\d.,]+(?: [^\W\d_]{2,})+")
 _UNIT_POWER = re.compile(r"(?<=[a-z])\s*\^?\{?([23])\}?$")
 _SIGN_GAP = re.compile(r"^([+-]) ")
 _SUBJECT = re.compile(r"^[a-zA-Z]\w{0,2}\s*=(?!=)\s*")
@@ -116,8 +124,10 @@ def _words(text: str) -> frozenset[str]:
 
 _NOT_UNITS = _words(
     "and or over times plus minus divided by mod squared cubed factorial sqrt root sin cos tan cot "
-    "sec csc log ln exp pi tau phi inf infinity infty gcd lcm min max choose percent half third "
-    "quarter pm approx about to"
+    "sec csc log ln exp pi tau phi inf infinity infty gcd lcm min max choose percent pm approx about "
+    "to not no negative positive less more fewer greater than of from off below above under between "
+    "except without half halve halves third quarter fourth fifth sixth seventh eighth ninth tenth "
+    "eleventh twelfth thirteenth fifteenth sixteenth twentieth hundredth thousandth millionth billionth"
 )
 _SHORT_UNITS = _words(
     "cm mm km nm um ft in yd mi kg mg lb oz ml cl dl kl hr min sec ms mph kph kmh km/h m/s mi/h am "
@@ -130,13 +140,15 @@ class Quantity:
     """A number and the signs that stood around it."""
 
     value: Fraction
-    decimals: int = 0  # places written after the point
+    decimals: int = 0  # place of the last written digit after the point; negative before it
     percent: bool = False
     unit: str = ""  # casefolded, singular; empty: none was written
 
 
 def clean(text: str) -> str:
     """The answer without marks that carry no meaning: math delimiters, spacing, a final stop."""
+    text = _VULGAR_FRACTION.sub(r" \g<0>", text)  # 1½ is not 11/2
+    text = _SUPERSCRIPT.sub(r"^{\g<0>}", text)  # nor 4² 42
     text = unicodedata.normalize("NFKC", text).translate(_MINUS).strip()
     text = _strip_wrappers(text)
     text = _SPACING.sub(" ", text)
@@ -213,8 +225,8 @@ def _read_ascii(text: str, percent: bool, letter_units: bool) -> Quantity | None
     if scaled_unit is None or value is None:
         return None
     scale, unit = scaled_unit
-    fields = match.groupdict()
-    decimals = len(fields.get("number", "").lower().partition("e")[0].partition(".")[2])
+    mantissa, _, exponent = match.groupdict().get("number", "").lower().partition("e")
+    decimals = len(mantissa.partition(".")[2]) - int(exponent or 0) if scale == 1 else 0
     return Quantity(value=value * scale, decimals=decimals, percent=percent, unit=unit)
 
 
@@ -242,7 +254,7 @@ def _read_unit(rest: str, letter_units: bool) -> tuple[int, str] | None:
     scale = _SCALES.get(words[0].removesuffix("s"), 1) if separated else 1
     words = words[1:] if scale != 1 else words
     if rest not in _SHORT_UNITS and rest[0].isalpha():
-        if not separated or any(word in _NOT_UNITS for word in words):
+        if not separated or not _NOT_UNITS.isdisjoint((*words, *map(_singular, words))):
             return None  # 5xy is a product, 5cm is not
         letters = len(words) == 1 and words[0].isalpha() and len(words[0]) < 3
         if letters and not letter_units:
@@ -260,19 +272,26 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
     """Whether the numbers are equal; one unit alone is ignored, two units must agree."""
     if gold.unit and answer.unit and gold.unit != answer.unit:
         return False
-    if _same_number(gold, answer, gold.value, answer.value):
+    if _same_number(gold, answer):
         return True
-    if gold.percent == answer.percent:
-        return False
-    hundredth = Fraction(1, 100)
-    gold_value = gold.value * hundredth if gold.percent else gold.value
-    answer_value = answer.value * hundredth if answer.percent else answer.value
-    return _same_number(gold, answer, gold_value, answer_value)
+    return gold.percent != answer.percent and _same_number(_as_share(gold), _as_share(answer))
 
 
-def _same_number(gold: Quantity, answer: Quantity, left: Fraction, right: Fraction) -> bool:
-    if left == right:
+def _as_share(quantity: Quantity) -> Quantity:
+    """50% as 0.50; a number without the sign as it is."""
+    if not quantity.percent:
+        return quantity
+    return Quantity(quantity.value / 100, quantity.decimals + 2)
+
+
+def _same_number(gold: Quantity, answer: Quantity) -> bool:
+    """Equal, or closer than one unit of the last place of a gold answer that was rounded itself.
+
+    A gold fraction has no last place: an answer of six places or more is close in its sixth.
+    """
+    if gold.value == answer.value:
         return True
-    if gold.decimals < 6 and (gold.decimals or gold.value.denominator == 1 or answer.decimals < 6):
-        return False  # only a fraction, or a gold number of six places, has rounded answers
-    return abs(left - right) <= CLOSE * max(abs(left), abs(right))
+    places = gold.decimals
+    if not places and gold.value.denominator != 1:
+        places = min(answer.decimals, ROUNDED_PLACES)
+    return places >= ROUNDED_PLACES and abs(gold.value - answer.value) < Fraction(1, 10**places)

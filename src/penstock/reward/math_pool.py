@@ -12,6 +12,7 @@ of a group often give the same answer.
 from __future__ import annotations
 
 import logging
+import re
 import resource
 import sys
 from collections import OrderedDict
@@ -25,6 +26,7 @@ from penstock.reward.line_process import ProcessGone, ProcessPool, ProcessSlow, 
 START_TIMEOUT_S = 120.0
 CACHE_SIZE = 8192
 MEMORY_BYTES = 4 << 30  # address space of one worker
+_LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")  # of a name, not of a command such as \\frac
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,6 +85,9 @@ def compare(gold: str, answer: str) -> bool:
     """Whether math-verify finds the two equal; text that it cannot read is not equal."""
     from math_verify import verify
 
+    sides = answer.split("=")
+    if len(sides) > 1 and "=" not in gold and not _LETTER.search(sides[0]):
+        return all(compare(gold, side) for side in sides)  # 6*7=42, but not 41=42
     expected, actual = _parse(gold), _parse(answer)
     if not expected or not actual:
         return False

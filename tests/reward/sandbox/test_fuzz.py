@@ -182,8 +182,23 @@ def test_a_long_report_is_a_wrong_answer_and_takes_no_time(line: bytes) -> None:
     assert judging.answer(request)["code"] == judging.ERROR
 
 
-def test_numbers_that_overflow_are_not_the_same() -> None:
-    assert not judging.same_output("7e4521", "9e999")
+@pytest.mark.parametrize("form", ["call", "stdio", "asserts"])
+def test_data_that_takes_long_to_judge_is_a_wrong_answer(form: str) -> None:
+    value = list(range(200_000))
+    report = json.dumps({"value": value}).encode()
+    words = " ".join(f"{number}.0" for number in value)
+    request = {
+        "form": form,
+        "expected": words.replace(".0", ".1") if form == "stdio" else value,
+        "outcome": {"status": 0, "stopped": "", "limit_s": 1.0},
+        "max_tests": 9,
+        "blobs": [words.encode(), b"", report]
+        if form != "asserts"
+        else [b'{"test": 0, "code": 1}\n' * 100_000, b""],
+    }
+    reply = judging.answer(request, processor_s=0.01)
+    assert reply.get("code", reply.get("result")) in (judging.WRONG, [judging.WRONG])
+    assert "TimeoutError" in str(reply)
 
 
 def test_what_is_no_frame_closes_the_link() -> None:

@@ -17,20 +17,35 @@ from typing import Any
 from penstock.reward.sandbox.inside import wire
 
 PASS, WRONG, ERROR, COMPILE_ERROR = 1, 0, -1, -2
-TOLERANCE = 1e-6  # of numbers written with a point or an exponent
+GAP, RELATIVE_GAP = 1e-6, 1e-9  # of numbers written with a point or an exponent
+PROCESSOR_S = 10.0  # most processor time to judge one result
 _NUMBER_CHARACTERS = 400  # of the longest word that is read as a number
 _REPORT_LINES = 100  # of a solution's report; its own code writes one or two, at the end
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """{"code", "note"} for one test, or {"result", "notes"} for assert-style tests."""
-    if request["form"] == "asserts":
-        return _asserts(request)
+def answer(request: dict[str, Any], processor_s: float = PROCESSOR_S) -> dict[str, Any]:
+    """{"code", "note"} for one test, or {"result", "notes"} for assert-style tests.
+
+    Data that takes longer to judge is a wrong answer: no answer at all would be a fault of the machine,
+    and its rollout would be drawn again.
+    """
+    signal.signal(signal.SIGPROF, _on_limit)
     try:
+        signal.setitimer(signal.ITIMER_PROF, processor_s)
+        if request["form"] == "asserts":
+            return _asserts(request)
         code, note = _one_test(request)
     except Exception as error:  # the edge to data that untrusted code made up
         code, note = WRONG, f"the result cannot be judged: {type(error).__name__}"
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    if request["form"] == "asserts":
+        return {"result": [code], "notes": [note]}
     return {"code": code, "note": note[:600]}
+
+
+def _on_limit(number: int, frame: object) -> None:
+    raise TimeoutError
 
 
 def _one_test(request: dict[str, Any]) -> tuple[int, str]:
@@ -135,16 +150,17 @@ def _fault(
 
 
 def same_output(expected: str, printed: str) -> bool:
-    """Compare line by line without trailing blanks, else word by word, decimal numbers by value."""
-    expected_lines, printed_lines = _lines(expected), _lines(printed)
-    if expected_lines == printed_lines:
-        return True
-    left, right = expected.split(), printed.split()
-    return len(left) == len(right) and all(map(_same_word, left, right))
+    """Compare the words of each line, decimal numbers by value; blanks and empty lines do not count."""
+    left, right = _lines(expected), _lines(printed)
+    return len(left) == len(right) and all(map(_same_line, left, right))
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+def _lines(text: str) -> list[list[str]]:
+    return [words for line in text.splitlines() if (words := line.split())]
+
+
+def _same_line(expected: list[str], printed: list[str]) -> bool:
+    return len(expected) == len(printed) and all(map(_same_word, expected, printed))
 
 
 def _same_word(expected: str, printed: str) -> bool:
@@ -160,11 +176,13 @@ def _same_word(expected: str, printed: str) -> bool:
         return False
 
 
-def _close(left: float, right: float) -> bool:
-    is_finite = math.isfinite(left) and math.isfinite(
-        right
-    )  # two overflows are not the same number
-    return is_finite and math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+def _close(expected: float, number: float) -> bool:
+    """Closer than a millionth, than half of a small number, or than the rounding of a large one."""
+    if not (math.isfinite(expected) and math.isfinite(number)):
+        return False  # two overflows are not the same number
+    size = abs(expected)
+    gap = max(min(GAP, size / 2), RELATIVE_GAP * max(size, 1.0))
+    return abs(expected - number) <= gap
 
 
 def same_value(expected: Any, value: Any) -> bool:
