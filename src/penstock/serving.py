@@ -246,10 +246,18 @@ class NoForeignPages:
             allowed = "localhost, an IP address, or the option hosts"
             reason = f"host: got {name[:100]!r}, allowed: {allowed}"
             response = json_response({"error": reason}, 421)
-        elif any(origin.lower() != f"http://{host}" for origin in headers.getlist("origin")):
+        elif _is_foreign(headers, host):
             reason = "origin: got that of a web page, allowed: none"
             response = json_response({"error": reason}, 403)
         await response(scope, receive, send)
+
+
+def _is_foreign(headers: Headers, host: str) -> bool:
+    """Whether a page of another origin asks; a link that a person follows to us is no such request."""
+    origins = [origin.lower() for origin in headers.getlist("origin")]
+    site, mode = headers.get("sec-fetch-site", "none"), headers.get("sec-fetch-mode")
+    is_embedded = site not in ("none", "same-origin") and mode != "navigate"
+    return is_embedded or any(origin != f"http://{host}" for origin in origins)
 
 
 async def read_body(request: Request, *, most_bytes: int, within_s: float) -> bytes:

@@ -78,10 +78,18 @@ def open_page(path: Path, profile: Path) -> Page:
 class LivePage:
     """A page that stays open in a browser: told what to do through the browser's own pipe."""
 
-    def __init__(self, profile: Path, width: int = 1280, height: int = 900) -> None:
+    def __init__(
+        self, profile: Path, width: int = 1280, height: int = 900, flags: tuple[str, ...] = ()
+    ) -> None:
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
-        words = [str(BROWSER), *FLAGS, f"--user-data-dir={profile}", "--remote-debugging-pipe"]
+        words = [
+            str(BROWSER),
+            *FLAGS,
+            *flags,
+            f"--user-data-dir={profile}",
+            "--remote-debugging-pipe",
+        ]
         script = f"exec {shlex.join([*words, 'about:blank'])} 3<&{theirs_in} 4>&{theirs_out}"
         self._process = subprocess.Popen(
             ["bash", "-c", script],

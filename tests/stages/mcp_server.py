@@ -14,6 +14,7 @@ NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"typ
 TOOLS = [
     {"name": "add", "description": "Add two numbers.", "inputSchema": NUMBERS},
     {"name": "pid", "description": "Return the process id.", "inputSchema": {"type": "object"}},
+    {"name": "names", "description": "List the environment.", "inputSchema": {"type": "object"}},
     {"name": "fail", "description": "Fail.", "inputSchema": {"type": "object"}},
     {"name": "die", "description": "End the server.", "inputSchema": {"type": "object"}},
 ]
@@ -43,7 +44,11 @@ def use(given: dict[str, Any], note: str) -> dict[str, Any]:
     if name == "add" and note:
         with open(note, "a") as file:
             file.write(given["_meta"]["idempotencyKey"] + "\n")
-    said = {"add": lambda: str(arguments["a"] + arguments["b"]), "pid": lambda: str(os.getpid())}
+    said = {
+        "add": lambda: str(arguments["a"] + arguments["b"]),
+        "pid": lambda: str(os.getpid()),
+        "names": lambda: " ".join(sorted(os.environ)),
+    }
     text = said[name]() if name in said else "it failed"
     return {"content": [{"type": "text", "text": text}], "isError": name == "fail"}
 

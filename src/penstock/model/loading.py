@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -77,7 +78,11 @@ def load_causal_lm(
                 attn_implementation=attention,
                 trust_remote_code=trust_remote_code,
             )
-    except (OSError, ValueError) as error:
+    except (
+        OSError,
+        ValueError,
+        UnpicklingError,
+    ) as error:  # the last: a pickle with more than tensors
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"model.path: got {path!r}, which cannot be loaded ({reason}); "

@@ -78,6 +78,40 @@ def test_a_size_that_is_no_number_is_refused(size: str) -> None:
     serve(main)
 
 
+def test_web_pages_are_refused_also_with_a_key() -> None:
+    async def main(endpoint: Endpoint) -> None:
+        session = make_session(lambda prompt: pytest.fail("asked the policy"))
+        key, body = endpoint.open(session), {"messages": [user("hi")]}
+        status, _ = await post(endpoint.base_url, key, body, Host="evil.example")
+        assert status == 421
+        for origin in ("http://evil.example", "null"):
+            assert (await post(endpoint.base_url, key, body, Origin=origin))[0] == 403
+
+    serve(main)
+
+
+def test_a_request_is_judged_by_its_head_before_its_body_is_read() -> None:
+    async def main(endpoint: Endpoint) -> None:
+        host, port = endpoint.base_url.removeprefix("http://").split("/")[0].split(":")
+        for size, status in (("99999999", b"401"), ("5\r\nContent-Length: 6", b"400")):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {size}"
+            writer.write(f"{head}\r\n\r\n".encode())
+            assert (await reader.readuntil(b"\r\n")).split()[1] == status
+            writer.close()
+
+    serve(main)
+
+
+def test_deep_json_is_a_mistake_of_the_client() -> None:
+    async def main(endpoint: Endpoint) -> None:
+        key = endpoint.open(make_session(str.upper))
+        status, _ = await post(endpoint.base_url, key, b"[" * 200_000)
+        assert status == 400
+
+    serve(main)
+
+
 def test_a_client_gets_openais_answer_and_the_call_is_recorded() -> None:
     async def main(endpoint: Endpoint) -> None:
         session = make_session(lambda prompt: CALL if prompt.count("<turn>") < 4 else "done")

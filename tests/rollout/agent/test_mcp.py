@@ -53,6 +53,19 @@ def test_the_tools_of_a_process_are_described_and_called() -> None:
     assert not Path(f"/proc/{pid}").exists()  # it ended with the rollout
 
 
+def test_a_process_gets_the_environment_variables_that_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setenv("SEARCH_KEY", "secret")
+    function = make("o", {"mcp": [{**SERVER, "variables": ["SEARCH_KEY"]}]})
+    _, kept, _ = play(function, tool_call("names"), "done", reward=True)
+    names = str(kept.tools[1][1]).split()
+    assert "SEARCH_KEY" in names
+    assert "PATH" in names
+    assert "OPENAI_API_KEY" not in names
+
+
 def test_the_tools_of_a_url_are_called_with_its_token(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,10 +153,12 @@ def test_after_a_crash_a_call_is_made_as_its_server_says(
         ("server.py", "allowed: [{ command"),
         ([{}], "allowed: a command, a list of words, or a url"),
         ([{"command": ["a"], "url": "http://b"}], "allowed: a command, a list of words, or a url"),
-        ([{"url": "ftp://b"}], "allowed: http:// or https://"),
+        ([{"url": "ftp://b"}], "allowed: http://HOST:PORT or https://HOST"),
         ([{"command": ["a"], "colour": 1}], "got 'colour', allowed: command, url"),
         ([{"command": ["a"], "unknown": "maybe"}], "got 'maybe', allowed: fail, retry, rebuild"),
         ([{"command": ["a"], "token_variable": "HOME"}], "got 'HOME', allowed: only with a url"),
+        ([{"url": "http://b", "variables": ["HOME"]}], "allowed: a list, with a command"),
+        ([{"command": ["a"], "variables": ["NO_SUCH"]}], "got 'NO_SUCH', allowed: an environment"),
         (
             [{"url": "http://b", "token_variable": "NO_SUCH_TOKEN"}],
             "got 'NO_SUCH_TOKEN', allowed: an environment variable that is set",

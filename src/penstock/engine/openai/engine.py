@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from penstock.config.secrets import from_environment
+from penstock.config.server_url import server_url
 from penstock.data.chat import response_end_ids
 from penstock.engine.openai.server import (
     STREAMED,
@@ -71,7 +72,9 @@ class OpenAIOptions:
     def from_config(cls, config: Config) -> Self:
         options = dict(check_options(cls, cls.__dataclass_fields__, config.engine.options))
         if "urls" in options:
-            options["urls"] = tuple(options["urls"])
+            options["urls"] = tuple(
+                server_url("engine.options.urls", url) for url in options["urls"]
+            )
         return cls(**options)
 
 

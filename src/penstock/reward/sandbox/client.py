@@ -12,10 +12,10 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
 import httpx2
 
+from penstock.config.server_url import server_url
 from penstock.errors import RewardError, SandboxError, UserError
 from penstock.reward.sandbox.verify import Verdict
 
@@ -48,7 +48,7 @@ class VerificationClient:
     ) -> None:
         if not urls:
             raise UserError("verification server: got no URL, allowed: at least one")
-        self._urls = [_checked_url(url) for url in urls]
+        self._urls = [server_url("verification server", url).removesuffix(ROUTE) for url in urls]
         self._turn = itertools.cycle(range(len(self._urls)))
         self._headers, self._token = {"Content-Type": "application/json"}, token
         if token:
@@ -78,7 +78,7 @@ class VerificationClient:
             try:
                 return await self._attempt(url, body)
             except _RetryableError as failure:
-                reasons.append(f"{url.netloc}: {failure}")
+                reasons.append(f"{url}: {failure}")
                 if attempt < self._retries:
                     await asyncio.sleep(self._pause(attempt, failure.after_s))
         raise SandboxError(
@@ -90,7 +90,7 @@ class VerificationClient:
         doubled = self._backoff_s * 2 ** (attempt // len(self._urls))
         return min(MAX_BACKOFF_S, max(asked_s, doubled * random.uniform(0.5, 1.5)))
 
-    async def _attempt(self, url: SplitResult, body: bytes) -> Verdict:
+    async def _attempt(self, url: str, body: bytes) -> Verdict:
         try:
             status, reply, after_s = await self._post(url, body)
         except (httpx2.HTTPError, OSError) as error:
@@ -103,9 +103,9 @@ class VerificationClient:
         message = message[:300]
         if status == 429 or status >= 500:
             raise _RetryableError(f"status {status}: {message}", after_s)
-        raise RewardError(f"verification server {url.netloc} refused: status {status}: {message}")
+        raise RewardError(f"verification server {url} refused: status {status}: {message}")
 
-    async def _post(self, url: SplitResult, body: bytes) -> tuple[int, bytes, float]:
+    async def _post(self, url: str, body: bytes) -> tuple[int, bytes, float]:
         """Status, body and Retry-After of a server's response."""
         if self._client is None:
             self._client = httpx2.AsyncClient(
@@ -114,7 +114,7 @@ class VerificationClient:
                 limits=httpx2.Limits(max_connections=CONNECTIONS, max_keepalive_connections=0),
                 trust_env=False,
             )
-        address, reply = f"{url.geturl()}{ROUTE}", bytearray()
+        address, reply = f"{url}{ROUTE}", bytearray()
         async with self._client.stream("POST", address, content=body) as response:
             async for chunk in response.aiter_bytes():
                 reply += chunk
@@ -130,18 +130,6 @@ class VerificationClient:
             await client.aclose()
 
 
-def _checked_url(url: str) -> SplitResult:
-    try:
-        parts = urlsplit(url)
-        is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port that is none, or half an IPv6 address
-        is_server = False
-    if not is_server:
-        raise UserError(f"verification server: got {url!r}, allowed: http://HOST:PORT")
-    host, path = parts.netloc.rpartition("@")[2], parts.path.rstrip("/").removesuffix(ROUTE)
-    return SplitResult(parts.scheme, host, path, "", "")
-
-
 def _seconds(text: str) -> float:
     try:
         return max(0.0, float(text))
@@ -149,16 +137,16 @@ def _seconds(text: str) -> float:
         return 0.0
 
 
-def _read_verdict(url: SplitResult, reply: bytes) -> Verdict:
+def _read_verdict(url: str, reply: bytes) -> Verdict:
     """Read a reply; refuse any other form, so that a protocol error never looks like a zero."""
     try:
         fields = json.loads(reply)
         result, metadata = fields["result"], fields["metadata"]
     except (ValueError, TypeError, KeyError):
-        raise RewardError(f"verification server {url.netloc}: the reply is not a verdict") from None
+        raise RewardError(f"verification server {url}: the reply is not a verdict") from None
     valid = isinstance(result, list) and bool(result) and set(map(repr, result)) <= _CODES
     if not valid or not isinstance(metadata, list) or len(metadata) != len(result):
-        raise RewardError(f"verification server {url.netloc}: got result {str(result)[:100]}")
+        raise RewardError(f"verification server {url}: got result {str(result)[:100]}")
     return Verdict(result, metadata)
 
 

@@ -13,6 +13,7 @@ import secrets
 import socket
 from typing import Any
 
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -20,7 +21,7 @@ from starlette.routing import Route
 from penstock.errors import PenstockError, UserError
 from penstock.rollout.agent.dialects import DIALECTS, BadRequest, Dialect, Event
 from penstock.rollout.agent.session import ContextOverflow, Session, TurnsExceeded
-from penstock.serving import AppServer, json_response, make_app, read_body
+from penstock.serving import AppServer, NoForeignPages, json_response, make_app, read_body
 from penstock.types import ModelCall
 
 _MOST_BYTES, _BODY_S = 64 << 20, 600.0  # of a request's body
@@ -45,7 +46,10 @@ class Endpoint:
         self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
         self._sessions: dict[str, Session] = {}
         self._server = AppServer(
-            make_app([Route("/{path:path}", self._answer, methods=["GET", "POST"])]),
+            make_app(
+                [Route("/{path:path}", self._answer, methods=["GET", "POST"])],
+                middleware=[Middleware(NoForeignPages)],
+            ),
             connections=_CONNECTIONS,
             connections_per_client=_CONNECTIONS,
             silent_s=_SILENT_S,
@@ -118,7 +122,13 @@ async def _respond(
         raise RequestError(400, str(error), "context_length_exceeded") from error
     except TurnsExceeded as error:
         raise RequestError(400, str(error), "max_turns_exceeded") from error
-    except (BadRequest, UserError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (
+        BadRequest,
+        UserError,
+        UnicodeDecodeError,
+        json.JSONDecodeError,
+        RecursionError,
+    ) as error:
         raise RequestError(400, str(error), "invalid_request") from error
     except Exception as error:  # an engine that failed: the agent sees it, the run goes on
         raise RequestError(500, f"{type(error).__name__}: {error}", "engine") from error

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from penstock.config.secrets import from_environment
+from penstock.config.server_url import server_url
 from penstock.errors import RunError, UserError
 from penstock.reward.line_process import last_line
 from penstock.rollout.agent.process import guarded
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from mcp_types import CallToolResult, Tool
 
 _POLICIES = ("fail", "retry", "rebuild")
-_KEYS = ("command", "url", "token_variable", "unknown")
+_KEYS = ("command", "url", "token_variable", "variables", "unknown")
 _START_TIMEOUT_S = 60.0
 
 
@@ -49,6 +50,9 @@ class ServerConfig:
     command: tuple[str, ...] = ()
     url: str = ""
     token_variable: str = ""  # environment variable with the bearer token of a URL
+    variables: tuple[
+        str, ...
+    ] = ()  # environment variables that a command gets beside PATH, HOME and the like
     unknown: str = "fail"  # what happens after a crash to a call that was only begun
 
     @property
@@ -77,14 +81,19 @@ def _read_server(where: str, table: Mapping[str, Any]) -> ServerConfig:
     words = isinstance(command, list) and all(isinstance(word, str) for word in command)
     if not words or not isinstance(url, str) or bool(command) == bool(url):
         raise UserError(f"{where}: got {table!r}, allowed: a command, a list of words, or a url")
-    if url and not url.startswith(("http://", "https://")):
-        raise UserError(f"{where}.url: got {url!r}, allowed: http:// or https://")
+    if url:
+        server_url(f"{where}.url", url)
     if (variable := table.get("token_variable", "")) and not url:
         raise UserError(f"{where}.token_variable: got {variable!r}, allowed: only with a url")
     from_environment(f"{where}.token_variable", str(variable))
     if (unknown := table.get("unknown", "fail")) not in _POLICIES:
         raise UserError(f"{where}.unknown: got {unknown!r}, allowed: {', '.join(_POLICIES)}")
-    return ServerConfig(**{**table, "command": tuple(command)})
+    variables = table.get("variables", [])
+    if not isinstance(variables, list) or (variables and url):
+        raise UserError(f"{where}.variables: got {variables!r}, allowed: a list, with a command")
+    for variable in variables:
+        from_environment(f"{where}.variables", str(variable))
+    return ServerConfig(**{**table, "command": tuple(command), "variables": tuple(variables)})
 
 
 @dataclass(slots=True, frozen=True)
@@ -176,12 +185,15 @@ class Server:
         """The pipes of a process, or the connection to a URL; neither is begun yet."""
         from httpx2 import AsyncClient
         from mcp import StdioServerParameters, stdio_client
+        from mcp.client.stdio import get_default_environment
         from mcp.client.streamable_http import streamable_http_client
 
         config = self.config
         if not config.url:
             command, *words = guarded(sys.executable, "exec", *config.command)
-            parameters = StdioServerParameters(command=command, args=words, env=dict(os.environ))
+            given = {name: os.environ[name] for name in config.variables}
+            environment = get_default_environment() | given
+            parameters = StdioServerParameters(command=command, args=words, env=environment)
             return stdio_client(parameters, self._errors)
         headers = {}
         if config.token_variable:

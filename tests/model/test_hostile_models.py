@@ -1,0 +1,75 @@
+"""A model folder of somebody else executes nothing: no pickle of it is loaded, no code of it is imported."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import cli
+from penstock.data.chat import load_tokenizer
+from penstock.errors import UserError
+from penstock.model import stored_weights
+from penstock.model.loading import load_causal_lm
+
+POLICY = Path(cli.__file__).parent / "config" / "demo" / "policy"
+
+
+class _Evil:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(POLICY, folder)
+    return folder
+
+
+def load(model: Path) -> None:
+    device, dtype = torch.device("cpu"), torch.float32
+    stored_weights.build(str(model), dtype=dtype, device=device, trust_remote_code=False)
+    load_causal_lm(str(model), dtype=dtype, device=device, trust_remote_code=False)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00001.bin"])
+def test_a_pickle_of_weights_executes_nothing(model: Path, tmp_path: Path, name: str) -> None:
+    (model / "model.safetensors").unlink()
+    torch.save({"weight": _Evil(tmp_path / "pwned")}, model / name)
+    if "-of-" in name:
+        index = {"metadata": {}, "weight_map": {"weight": name}}
+        (model / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"model\.path: got .* cannot be loaded"):
+        load(model)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_code_of_a_model_is_not_imported_unless_the_config_says_so(
+    model: Path, tmp_path: Path
+) -> None:
+    code = f"import os\nos.mkdir({str(tmp_path / 'pwned')!r})\nclass Model: pass\n"
+    (model / "modeling_evil.py").write_text(code)
+    for file, names in {
+        "config.json": ["AutoConfig", "AutoModelForCausalLM"],
+        "tokenizer_config.json": ["AutoTokenizer"],
+    }.items():
+        tree = json.loads((model / file).read_text())
+        target: Any = "modeling_evil.Model"
+        tree["auto_map"] = dict.fromkeys(names, target)
+        tree["model_type"] = "evil"
+        (model / file).write_text(json.dumps(tree))
+    with pytest.raises(UserError):
+        load(model)
+    with contextlib.suppress(UserError):  # or a tokenizer without that code
+        load_tokenizer(model)
+    assert not (tmp_path / "pwned").exists()
