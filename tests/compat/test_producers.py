@@ -86,6 +86,45 @@ def test_loop_goes_over_its_own_share_of_every_episode(producer: SimpleProducer)
     lines = [json.loads(line) for line in producer._log.rollout_file.read_text().splitlines()]
     assert len(lines) == 2 * own * 3
     assert {"text", "reward", "policy_version"} <= set(lines[0])
+    assert lines[0]["gt_answer"]
+    assert "+" in lines[0]["prompt"]
+
+
+def test_the_temperature_goes_to_its_end_over_an_episode(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    generation = {**ARGUMENTS["generate_config"], "temperature": 1.0, "max_new_tokens": 2}
+    generation |= {"anneal": {"end": 0.6, "episodes": 1.0}}
+    made = SimpleProducer(
+        **{**ARGUMENTS, "generate_config": generation},
+        consumer_plugin_config={"tp_size": 2},
+        shared_sync_data_actor="actor",
+        shared_signal_actor="actor",
+    )
+    try:
+        made.loop()
+    finally:
+        made.close()
+    temperatures = [float(tensors["temperature"].mean()) for tensors in made.delivered]
+    assert temperatures == pytest.approx([1.0, 0.8, 0.6, 0.6])  # 4 prompts an episode, 2 at a time
+    told = capsys.readouterr().err
+    assert "shared_sync_data_actor has no effect: `deliver` takes" in told
+    assert "shared_signal_actor has no effect: `new_weights`" in told
+
+
+def test_a_group_is_waited_for_as_long_as_its_timeout_says(producer: SimpleProducer) -> None:
+    with pytest.raises(Exception, match=r"(?i)tim"):
+        producer.init_collective_group(
+            2, 1, group_name="alone", init_method="tcp://127.0.0.1:1", gloo_timeout=200
+        )
+
+
+def test_a_class_of_producers_has_the_options_of_ray() -> None:
+    pytest.importorskip("ray")
+    actor = SimpleProducer.options(num_cpus=1)
+    assert callable(actor.remote)
+    with pytest.raises(UserError, match="got 'beams', which it does not take, got no producer_idx"):
+        SimpleProducer(beams=3)
 
 
 def test_figures_go_to_trackers_by_the_names_that_were_given(
@@ -102,7 +141,7 @@ def test_figures_go_to_trackers_by_the_names_that_were_given(
     )
     run = producer.config.run.model_copy(update={"name": "first"})
     config = producer.config.model_copy(update={"track": track, "run": run})
-    log = ProducerLog(config, tmp_path, rollout_file=None, profile=False)
+    log = ProducerLog(config, tmp_path, rollout_file=None, profile=False, decode=str)
     groups = [producer._new_group(producer._dataset[0])]
     log.microbatch(groups, producer._wait(producer._generate(groups)))
     assert log._tracker is not None

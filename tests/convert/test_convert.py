@@ -300,6 +300,40 @@ def test_xtuner(folder: Path) -> None:
     assert "Trainer.new_word = 3: not known" in text
 
 
+SECOND = """
+longer = SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=16, temperature=0.9))
+other = TaskSpecConfig(
+    task_name="code.second", agent_loop_config=longer, produce_strategy_config=strategy, weight=2.0,
+    sampler_config=SamplerConfig(dataloader_cfg=dataloader, prompt_repeat_k=4),
+)
+trainer ="""
+
+
+def test_a_second_task_of_xtuner_is_a_second_task(folder: Path) -> None:
+    text = (folder / "xtuner.py").read_text().replace("trainer =", SECOND, 1)
+    text = text.replace("tasks=TaskSpecConfig(", "tasks=[TaskSpecConfig(")
+    text = text.replace(
+        "prompt_repeat_k=2),\n        ),", "prompt_repeat_k=2),\n        ), other],"
+    )
+    (folder / "xtuner.py").write_text(text)
+    config, text = converted("xtuner")
+    assert set(config.tasks) == {"train", "code-second"}
+    second = config.tasks["code-second"]
+    assert (second.data, second.weight, second.max_prompt_tokens) == ("data.jsonl", 2.0, 512)
+    sampling = config.task_sampling("code-second")
+    assert (sampling.max_tokens, sampling.num_generations) == (16, 4)
+    assert config.task_sampling("train").max_tokens == 8
+    assert config.task_produce("code-second").max_staleness == 1
+    assert "not known to this conversion" not in text.replace("Trainer.new_word = 3: not known", "")
+
+
+def test_a_strategy_alone_is_told_what_it_needs(folder: Path) -> None:
+    (folder / "alone.py").write_text("strategy = AsyncProduceStrategyConfig(max_staleness=1)\n")
+    with pytest.raises(UserError) as refused:
+        write.convert("xtuner", folder / "alone.py")
+    assert "that holds AsyncProduceStrategyConfig; add it" in str(refused.value)
+
+
 def test_the_ranks_of_xtuner_that_share_a_layer_share_it_here(folder: Path) -> None:
     text = (folder / "xtuner.py").read_text()
     text = text.replace("num_workers=1", "num_workers=4").replace("2 * int(", "4 * int(")

@@ -1,86 +1,164 @@
 """The parameters of ColossalAI's entry points: the key of the config that each sets, and how.
 
-Values that are dictionaries may hold fields of our own table beside theirs, so that any setting can be
-given in the same call; a key without a place is refused.
+`config/systems/colossalai_calls.csv` is the table. Values that are dictionaries may hold fields of our own
+section beside theirs, so that any setting can be given in the same call; names without a place are refused,
+all at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.config import SamplingConfig
+from penstock.config import AlgorithmConfig, ModelConfig, SamplingConfig, TaskConfig
+from penstock.config.foreign_words import rows
+from penstock.config.sections import Section
+from penstock.convert.tables import COLOSSALAI_FORMS, COLOSSALAI_LOSSES, DEFAULTS, rules
 from penstock.errors import UserError
 
-_ALGORITHMS = {
-    "GRPO": "grpo",
-    "DAPO": "dapo",
-    "RLOO": "rloo",
-    "REINFORCE_PPB": "reinforce_pp_baseline",
+_REQUIRED = "required"
+RULES = rules("colossalai_calls")
+# Parameters that are dictionaries: the rows of the table, our section and its fields.
+_DICTIONARIES: dict[str, tuple[str, str, type[Section] | None]] = {
+    "train_dataset_config": ("train_dataset_config", "tasks.train", TaskConfig),
+    "model_config": ("model_config", "model", ModelConfig),
+    "inference_model_config": ("model_config", "model", ModelConfig),
+    "train_model_config": ("model_config", "model", ModelConfig),
+    "generate_config": ("generate_config", "sampling", SamplingConfig),
+    "eval_generation_config": ("generate_config", "eval.sampling", SamplingConfig),
+    "tokenizer_config": ("tokenizer_config", "", None),
+    "grpo_config": ("grpo_config", "algorithm", AlgorithmConfig),
+    "plugin_config": ("plugin_config", "", None),
+    "consumer_plugin_config": ("plugin_config", "", None),
 }
-_REWARD = "think_answer_tags"
-_SAMPLING = {"max_new_tokens": "max_tokens"}
-_DATA = {"path": "data", "max_length": "max_prompt_tokens"}
-_MODEL = {"pretrained": "path", "torch_dtype": "dtype"}
-_TOKENIZER = {"path": "tokenizer", "trust_remote_code": "trust_remote_code"}
-_PRECISION = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_PLUGIN = {
-    "tp_size": "train.parallel.tensor",
-    "pp_size": "train.parallel.pipeline",
-    "sp_size": "train.parallel.context",
-    "zero_stage": "train.parallel.zero",
-    "precision": "model.dtype",
-    "max_norm": "train.max_grad_norm",
-}
+_IN_TP_GROUP = ("split_gather", "ring")  # sequence parallelism of the tensor-parallel ranks
+_INHERITED = ("rewards", "system_prompt", "max_prompt_tokens", "chat_template_kwargs")
 
 
-# ---- dictionaries as tables of a config
+def arguments_of(
+    call: str, column: str, positional: tuple[Any, ...], named: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The value of every parameter of a call; a wrong call names all that is wrong with it.
+
+    `column` of the table has the default of each parameter as JSON, or the word required.
+    """
+    table = {row["word"]: row[column] for row in rows("colossalai_calls") if row[column]}
+    given = {**dict(zip(table, positional, strict=False)), **named}
+    wrong = [f"got {name!r}, which it does not take" for name in given if name not in table]
+    wrong += [f"got no {name}" for name in table if table[name] == _REQUIRED and name not in given]
+    if len(positional) > len(table) or wrong:
+        raise UserError(f"{call}: {', '.join(wrong)}; allowed: {', '.join(table)}")
+    return {
+        name: given[name] if name in given else json.loads(default)
+        for name, default in table.items()
+    }
 
 
-def _renamed(names: Mapping[str, str]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    return lambda fields: {names.get(name, name): value for name, value in fields.items()}
+def config_tree(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that the arguments of a call stand for; None sets nothing."""
+    grpo = arguments.get("grpo_config") or {}
+    tree, unknown = _defaults(arguments, grpo), list[str]()
+    for name, value in arguments.items():
+        fields = value if name in _DICTIONARIES and value is not None else {}
+        others = [field for field in fields if not _known(name, field)]
+        if others:
+            unknown.append(_refusal(name, others))
+        for word, key, inner in _words(name, value):
+            if key:
+                tree = merged(tree, nested(key, inner))
+            elif word and inner:
+                print(f"{call}: {word} has no effect: {RULES[word].note}", file=sys.stderr)
+    if unknown:
+        raise UserError("; ".join(unknown))
+    tree = merged(tree, _together(arguments, grpo))
+    return merged(tree, nested("eval.tasks", _eval_tasks(arguments, tree["tasks"]["train"])))
 
 
-def _sampling(parameter: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of [sampling]; a key that is none of them is refused."""
-    table = _renamed(_SAMPLING)(fields)
-    _refuse_others(parameter, table, [*_SAMPLING, *SamplingConfig.model_fields])
-    if table.get("top_k") in (-1, None):
-        table.pop("top_k", None)
-    return table
-
-
-def _tokenizer(fields: Mapping[str, Any]) -> dict[str, Any]:
-    _refuse_others("tokenizer_config", fields, _TOKENIZER)
-    return _renamed(_TOKENIZER)(fields)
-
-
-def _algorithm(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """[algorithm], and the reward that stands in the same dictionary there."""
-    algorithm = dict(fields)
-    if name := algorithm.pop("algo", None):
-        algorithm["name"] = _ALGORITHMS.get(name, name)
-    reward: dict[str, Any] = {"type": algorithm.pop("reward_fn_type", _REWARD)}
-    if url := algorithm.pop("code_verifier_api_url", None):
-        reward["options"] = {"servers": [url]}
-    return {"algorithm": algorithm, "tasks": {"train": {"rewards": [reward]}}}
-
-
-def _plugin(fields: Mapping[str, Any]) -> dict[str, Any]:
-    _refuse_others("plugin_config", fields, _PLUGIN)
+def _defaults(arguments: Mapping[str, Any], grpo: Mapping[str, Any]) -> dict[str, Any]:
+    """What a call means without saying it: the loss of its algorithm, the optimizer, the reward."""
     tree: dict[str, Any] = {}
-    for name, value in fields.items():
-        if value:  # zero_stage 0 leaves the default
-            tree = merged(tree, nested(_PLUGIN[name], _PRECISION.get(value, value)))
+    for key, value, _ in DEFAULTS["colossalai"]:
+        if key.startswith(("algorithm.", "train.")) and key != "train.episodes":
+            tree = merged(tree, nested(key, value))
+    algorithm = str(grpo.get("algo") or arguments.get("core_algo") or "GRPO")
+    loss = COLOSSALAI_LOSSES.get(algorithm.upper(), {"name": algorithm})
+    tree = merged(tree, nested("algorithm", loss))
+    named = grpo.get("reward_fn_type") or arguments.get("evaluation_function_type")
+    reward: dict[str, Any] = {"type": named or "think_answer_tags"}
+    if reward["type"] in COLOSSALAI_FORMS:
+        reward["weight"] = 10.0  # a right answer is 10 there
+    if url := grpo.get("code_verifier_api_url"):
+        reward["options"] = {"servers": [url]}
+    return merged(tree, nested("tasks.train.rewards", [reward]))
+
+
+def _known(name: str, field: str) -> bool:
+    words, _, section = _DICTIONARIES[name]
+    ours = section is not None and field in section.model_fields
+    return f"{words}.{field}" in RULES or ours
+
+
+def _refusal(name: str, others: list[str]) -> str:
+    words, _, section = _DICTIONARIES[name]
+    theirs = [word.partition(".")[2] for word in RULES if word.startswith(f"{words}.")]
+    allowed = dict.fromkeys([*theirs, *(section.model_fields if section else ())])
+    return f"{name}: got {', '.join(map(repr, others))}, allowed: {', '.join(allowed)}"
+
+
+def _words(name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield (word, key, value) of a parameter; without a key: a word that has no effect."""
+    if name not in _DICTIONARIES:
+        fields, words, section = {"": value}, name, ""
+    else:
+        fields, (words, section, _) = value or {}, _DICTIONARIES[name]
+    for field, inner in fields.items():
+        word = f"{words}.{field}" if field else words
+        rule = RULES.get(word)
+        if inner is None or (rule is None and not section) or (rule and rule.is_joined):
+            continue
+        if rule is None:
+            yield word, f"{section}.{field}", inner
+        elif rule.key:
+            key = rule.key.replace("sampling.", "eval.sampling.") if "eval" in section else rule.key
+            if (translated := rule.value(inner)) is not None:
+                yield word, key, translated
+        elif rule.note:
+            yield word, "", inner
+
+
+def _together(arguments: Mapping[str, Any], grpo: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of parameters that only mean something together."""
+    tree: dict[str, Any] = {}
+    generation, data = arguments["generate_config"], arguments["train_dataset_config"]
+    longest = generation.get("max_length")
+    if longest and not (generation.get("max_new_tokens") or generation.get("max_tokens")):
+        tree = nested("sampling.max_tokens", longest - data.get("max_length", 0))
+    if grpo.get("filter_range") is not None:
+        tree = merged(tree, nested("algorithm.filter_groups", True))
+    if arguments.get("anneal_temperature_to") is not None:
+        tree = merged(tree, nested("sampling.anneal.episodes", 1.0))
+    plugin = arguments.get("plugin_config") or arguments.get("consumer_plugin_config") or {}
+    if (shared := plugin.get("sp_size") or 1) > 1 and not _in_tp_group(plugin):
+        tree = merged(tree, nested("train.parallel.context", shared))
+    shards = arguments.get("num_proc_per_producer") or 1
+    if shards > 1 and "vllm" in str(arguments.get("inference_backend")):
+        tree = merged(tree, nested("engine.options.tensor_parallel_size", shards))
     return tree
 
 
-def _refuse_others(
-    parameter: str, fields: Mapping[str, Any], allowed: Sequence[str] | Mapping[str, Any]
-) -> None:
-    for name in fields:
-        if name not in allowed:
-            raise UserError(f"{parameter}: got {name!r}, allowed: {', '.join(allowed)}")
+def data_ranks(arguments: Mapping[str, Any]) -> int:
+    """The ranks that train different prompts."""
+    plugin = arguments.get("plugin_config") or arguments.get("consumer_plugin_config") or {}
+    axes = ["tp_size", "pp_size", *([] if _in_tp_group(plugin) else ["sp_size"])]
+    copies = math.prod(plugin.get(axis) or 1 for axis in axes)
+    return max(1, int(arguments["num_consumer_procs"]) // copies)
+
+
+def _in_tp_group(plugin: Mapping[str, Any]) -> bool:
+    return plugin.get("sequence_parallelism_mode") in _IN_TP_GROUP
 
 
 def _eval_tasks(
@@ -90,8 +168,7 @@ def _eval_tasks(
 
     What a task does not give, it takes from the training table: rewards, system prompt, longest prompt.
     """
-    names = ("rewards", "system_prompt", "max_prompt_tokens", "chat_template_kwargs")
-    shared = {name: train[name] for name in names if name in train}
+    shared = {name: train[name] for name in _INHERITED if name in train}
     tables = {}
     for task, source in (arguments["eval_dataset_config"] or {}).items():
         fields = {"path": source} if isinstance(source, str) else source
@@ -99,70 +176,14 @@ def _eval_tasks(
             raise UserError(
                 f"eval_dataset_config: {task} got {source!r}, allowed: a path, or a table with a path"
             )
-        tables[task] = {**shared, **_renamed(_DATA)(fields)}
+        words = _words("train_dataset_config", fields)
+        tables[task] = {**shared, **{key.rpartition(".")[2]: value for _, key, value in words}}
     return tables
 
 
-# ---- the parameters
-
-
-# Parameters that set a key to their own value.
-KEYS = {
-    "num_producers": "launch.num_producers",
-    "num_consumer_procs": "launch.num_consumers",
-    "num_episodes": "train.episodes",
-    "train_batch_size": "train.groups_per_step",
-    "backend": "engine.name",
-    "inference_backend": "engine.name",
-    "num_generations": "sampling.num_generations",
-    "n_behind": "produce.max_staleness",
-    "lr": "train.lr",
-    "save_interval": "checkpoint.every_steps",
-    "log_rollout_interval": "track.rollouts_every_steps",
-    "project_name": "track.wandb.project",
-    "run_dir": "run.dir",
-    "run_name": "run.name",
-    "ray_address": "launch.address",
-    "gloo_timeout": "watchdog.stall_s",
-    "gpus_per_producer": "launch.ray_options.producers.num_gpus",
-    "gpus_per_consumer": "launch.ray_options.consumers.num_gpus",
-    "colocate": "launch.colocate",
-    "seed": "seed",
-}
-# Parameters whose value is translated first; without a key, it becomes a tree of settings.
-TRANSLATED: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "train_dataset_config": ("tasks.train", _renamed(_DATA)),
-    "model_config": ("model", _renamed(_MODEL)),
-    "generate_config": ("sampling", lambda fields: _sampling("generate_config", fields)),
-    "tokenizer_config": ("model", _tokenizer),
-    "grpo_config": ("", _algorithm),
-    "plugin_config": ("", _plugin),
-    "consumer_plugin_config": ("", _plugin),
-    "anneal_temperature_to": ("sampling.anneal", lambda end: {"end": end, "episodes": 1.0}),
-    "eval_generation_config": (
-        "eval.sampling",
-        lambda fields: _sampling("eval_generation_config", fields),
-    ),
-    "eval_interval": ("eval.every_steps", lambda steps: max(0, steps)),
-    "wandb_group_name": ("track.wandb.group", lambda name: name or None),
-}
-
-
-def config_tree(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that the arguments of a call stand for; None sets nothing."""
-    tree = nested("tasks.train.rewards", [{"type": _REWARD}])
-    for name, (key, translate) in TRANSLATED.items():
-        if (value := arguments.get(name)) is not None:
-            tree = merged(tree, nested(key, translate(value)))
-    for name, key in KEYS.items():
-        if (value := arguments.get(name)) is not None:
-            tree = merged(tree, nested(key, value))
-    return merged(tree, nested("eval.tasks", _eval_tasks(arguments, tree["tasks"]["train"])))
-
-
 def nested(key: str, value: Any) -> dict[str, Any]:
-    """The tree in which `key` has this value; without a key the value is the tree."""
-    for name in reversed(key.split(".") if key else []):
+    """The tree in which `key` has this value."""
+    for name in reversed(key.split(".")):
         value = {name: value}
     return dict(value)
 

@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from penstock.compat.parameters import config_tree, merged, nested
+from penstock.compat.parameters import arguments_of, config_tree, merged, nested
 from penstock.compat.weight_broadcast import join_group, receive_state_dict
 from penstock.config import Config
 from penstock.config.plugins import load
+from penstock.config.sections import AnnealConfig
 from penstock.config.source import to_toml, validate
 from penstock.data import load_dataset
 from penstock.data.chat import ChatTemplate
@@ -40,68 +41,76 @@ from penstock.waits import WaitKind, Waits
 T = TypeVar("T")
 Tensors = dict[str, Any]
 _METRICS = ("reward", "format_acc", "ans_acc")
+_OF_TRAINERS = ("num_producers", "num_consumer_procs", "consumer_plugin_config")
 
 
 class BaseProducer:
     """Generates, scores and delivers. A subclass defines `deliver`, and where `new_weights` come from."""
 
-    def __init__(
-        self,
-        producer_idx: int,
-        num_producers: int,
-        num_consumer_procs: int,
-        num_episodes: int,
-        batch_size: int,
-        train_dataset_config: Mapping[str, Any],
-        model_config: Mapping[str, Any],
-        generate_config: Mapping[str, Any],
-        tokenizer_config: Mapping[str, Any] | None = None,
-        microbatch_size: int = 1,
-        backend: str = "transformers",
-        num_generations: int = 8,
-        grpo_config: Mapping[str, Any] | None = None,
-        eval_dataset_config: Mapping[str, str | Mapping[str, Any]] | None = None,
-        eval_interval: int = -1,
-        eval_generation_config: Mapping[str, Any] | None = None,
-        eval_save_dir: str = "./eval",
-        log_rollout_interval: int = 20,
-        rollout_log_file: str | None = None,
-        project_name: str = "",
-        run_name: str = "",
-        wandb_group_name: str = "",
-        enable_profiling: bool = False,
-        log_dir: str = "",
-        seed: int = 0,
-    ) -> None:
-        """`project_name` turns W&B on; metrics and the timeline go to `log_dir`, else to `eval_save_dir`."""
-        tree = config_tree(locals())
-        if not 0 <= producer_idx < num_producers:
-            raise UserError(
-                f"producer_idx: got {producer_idx}, allowed: 0 to {num_producers - 1} (num_producers - 1)"
-            )
-        if batch_size % microbatch_size:
-            raise UserError(
-                f"microbatch_size: got {microbatch_size}, allowed: a divisor of batch_size = {batch_size}"
-            )
-        self.producer_idx, self.num_producers = producer_idx, num_producers
-        self.num_consumer_procs, self.num_episodes = num_consumer_procs, num_episodes
-        self.batch_size, self.microbatch_size = batch_size, microbatch_size
-        trackers = ["wandb"] if project_name else []
+    def __init__(self, *positional: Any, **parameters: Any) -> None:
+        """The parameters are those of the column producer of `config/systems/colossalai_calls.csv`.
+
+        `project_name` turns W&B on; metrics and the timeline go to `log_dir`, else to `eval_save_dir`.
+        """
+        arguments = arguments_of(type(self).__name__, "producer", positional, parameters)
+        self.producer_idx, self.num_producers = (
+            arguments["producer_idx"],
+            arguments["num_producers"],
+        )
+        self.num_consumer_procs = arguments["num_consumer_procs"]
+        self.num_episodes = arguments["num_episodes"]
+        self.batch_size, self.microbatch_size = (
+            arguments["batch_size"],
+            arguments["microbatch_size"],
+        )
+        self.eval_interval = arguments["eval_interval"]
+        self._check()
+        tree = config_tree(
+            type(self).__name__, {k: v for k, v in arguments.items() if k not in _OF_TRAINERS}
+        )
+        trackers = ["wandb"] if arguments["project_name"] else []
         self.config = validate(merged(tree, nested("track.trackers", trackers)))
-        self.eval_interval, self._eval_folder = eval_interval, Path(eval_save_dir)
+        self._eval_folder = Path(arguments["eval_save_dir"])
+        log_file = arguments["rollout_log_file"]
         self._log = ProducerLog(
             self.config,
-            Path(log_dir or eval_save_dir),
-            rollout_file=Path(rollout_log_file) if rollout_log_file else None,
-            profile=enable_profiling,
+            Path(arguments["log_dir"] or self._eval_folder),
+            rollout_file=Path(log_file) if log_file else None,
+            profile=arguments["enable_profiling"],
+            decode=lambda token_ids: self._chat.decode(token_ids),
         )
         self._groups_joined: dict[str, Any] = {}
         self.policy_version = 0
-        self._groups = 0
+        self._groups = self._prompts_done = 0
         self._rolled: list[Group] = []  # made by `rollout` since the last microbatch
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="producer", daemon=True).start()
         self._wait(self._open())
+
+    def _check(self) -> None:
+        index, most = self.producer_idx, self.num_producers - 1
+        if not 0 <= index <= most:
+            raise UserError(f"producer_idx: got {index}, allowed: 0 to {most} (num_producers - 1)")
+        if self.batch_size % self.microbatch_size:
+            raise UserError(
+                f"microbatch_size: got {self.microbatch_size}, allowed: a divisor of "
+                f"batch_size = {self.batch_size}"
+            )
+
+    @classmethod
+    def options(cls, **ray_options: Any) -> Any:
+        """This class as a Ray actor with these options; `.remote(...)` of it makes a producer."""
+        try:
+            import ray
+        except ImportError:
+            raise UserError(
+                f"{cls.__name__}.options: Ray is not installed; allowed: pip install 'penstock[ray]', or "
+                f"{cls.__name__}(...) in this process"
+            ) from None
+        return ray.remote(cls).options(**ray_options)
+
+    def setup(self) -> None:
+        """Do nothing: a producer is ready as soon as it is made."""
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -124,11 +133,17 @@ class BaseProducer:
             config, fetch=self._sync.fetch, index=self.producer_idx
         )
         await self._engine.start()
-        self._agent = SingleTurn(
-            engine=self._engine,
-            reward=self._reward,
-            sampling=config.sampling,
-            decode=self._chat.decode,
+
+    def _agent(self) -> SingleTurn:
+        """The agent loop at the temperature that this producer's prompts have reached in its episodes."""
+        sampling, anneal = self.config.sampling, self.config.sampling.anneal
+        if anneal.end is not None and anneal.episodes:
+            share = len(range(self.producer_idx, len(self._dataset), self.num_producers))
+            done = min(1.0, self._prompts_done / (anneal.episodes * share))
+            now = sampling.temperature + (anneal.end - sampling.temperature) * done
+            sampling = sampling.model_copy(update={"temperature": now, "anneal": AnnealConfig()})
+        return SingleTurn(
+            engine=self._engine, reward=self._reward, sampling=sampling, decode=self._chat.decode
         )
 
     # ---- what a subclass defines
@@ -150,9 +165,11 @@ class BaseProducer:
         backend: str = "gloo",
         group_name: str = "default",
         init_method: str = "env://",
+        gloo_timeout: float = 600_000,
     ) -> None:
-        """Join a group (`weight_broadcast.join_group`); waits for the other members."""
-        group = join_group(world_size, rank, backend, group_name, init_method)
+        """Join a group (`weight_broadcast.join_group`); waits `gloo_timeout` milliseconds for the others."""
+        timeout_s = gloo_timeout / 1000
+        group = join_group(world_size, rank, backend, group_name, init_method, timeout_s)
         self._groups_joined[group_name] = group
 
     def receive_state_dict(self, group_name: str = "default") -> dict[str, Any]:
@@ -190,7 +207,7 @@ class BaseProducer:
         hold, and `prompts`, the records. Takes new weights after each batch. Producer 0 evaluates before
         the first batch and after every `eval_interval` batches.
         """
-        done = batches = 0
+        self._prompts_done = batches = 0
         self._evaluate_if_due(batches)
         for prompts in self._microbatches():
             self._rolled.clear()
@@ -198,8 +215,8 @@ class BaseProducer:
             with self._busy(WaitKind.SEND):
                 self.deliver(tensors)
             self._log.microbatch(self._rolled, tensors)
-            done += len(prompts)
-            if done % self.batch_size == 0:
+            self._prompts_done += len(prompts)
+            if self._prompts_done % self.batch_size == 0:
                 batches += 1
                 with self._busy(WaitKind.WAIT):
                     weights = self.new_weights()
@@ -207,7 +224,7 @@ class BaseProducer:
                     self.load_state_dict(weights)
                 self._evaluate_if_due(batches)
         self._log.flush()
-        return done
+        return self._prompts_done
 
     def evaluate(self, step: int) -> list[EvalResult]:
         """Evaluate every evaluation set once; samples go to `eval_save_dir`."""
@@ -290,7 +307,8 @@ class BaseProducer:
 
     async def _generate(self, groups: list[Group]) -> Tensors:
         with self._busy(WaitKind.GENERATE):
-            await asyncio.gather(*(self._agent.generate_group(group.rollouts) for group in groups))
+            agent = self._agent()
+            await asyncio.gather(*(agent.generate_group(group.rollouts) for group in groups))
         for group in groups:
             failed = [r.error for r in group.rollouts if r.status is not Status.COMPLETED]
             if failed:
@@ -340,8 +358,9 @@ class ProducerLog:
         *,
         rollout_file: Path | None,
         profile: bool,
+        decode: Callable[[np.ndarray], str],
     ) -> None:
-        self.waits = Waits()
+        self.waits, self._decode = Waits(), decode
         self.rollout_file, self._every = rollout_file, config.track.rollouts_every_steps
         self._timeline: TimelineLog | None = None
         if profile:
@@ -385,10 +404,16 @@ class ProducerLog:
 
     def _write_samples(self, path: Path, groups: list[Group]) -> None:
         with path.open("a", encoding="utf-8") as file:
-            for rollout in (rollout for group in groups for rollout in group.rollouts):
-                line = {"rollout_id": rollout.rollout_id, "text": rollout.text}
-                figures = {"reward": rollout.reward, "policy_version": rollout.oldest_version}
-                file.write(json.dumps({**line, **figures}, ensure_ascii=False) + "\n")
+            for group, rollout in ((g, r) for g in groups for r in g.rollouts):
+                line = {
+                    "rollout_id": rollout.rollout_id,
+                    "prompt": self._decode(rollout.prompt_ids),
+                    "text": rollout.text,
+                    "gt_answer": group.prompt.gt_answer,
+                    "reward": rollout.reward,
+                    "policy_version": rollout.oldest_version,
+                }
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def flush(self) -> None:
         if self._timeline is not None:

@@ -134,6 +134,7 @@ def _plain(word: str) -> str:
 # ---- the Python configs of XTuner
 
 OF_EVALUATION = "eval:"  # begins the words of the evaluation
+_TASKS = "AgentLoopManagerConfig.tasks"
 _TRAINERS = ("RLColocateTrainerConfig", "RLDisaggregatedTrainerConfig")
 # Several of these may be there: words name the field that holds them.
 _INSIDE = ("CPUResourcesConfig", "AcceleratorResourcesConfig", "RolloutImportanceSampling")
@@ -191,8 +192,11 @@ def _of_python(text: str, path: Path) -> dict[str, Any]:
                 _forget(statement, names)
     trainer = names.get("trainer")
     if not isinstance(trainer, Part) or trainer.name not in _TRAINERS:
-        allowed = " or ".join(f"{name}(...)" for name in _TRAINERS)
-        raise UserError(f"convert: got {path} without a trainer, allowed: trainer = {allowed}")
+        allowed = f"trainer = {' or '.join(f'{name}(...)' for name in _TRAINERS)}"
+        parts = ", ".join(value.name for value in names.values() if isinstance(value, Part))
+        if parts:
+            allowed += f" that holds {parts}; add it at the end of the file"
+        raise UserError(f"convert: got {path} without a trainer, allowed: {allowed}")
     return {"Trainer": trainer.name, **dict(_words_of(trainer, "", ""))}
 
 
@@ -290,7 +294,8 @@ def _word(word: str, value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _word(f"{word}.{name}", inner, prefix)
     elif isinstance(value, list) and any(isinstance(element, Part | dict) for element in value):
         for number, element in enumerate(value):
-            # the first is converted; further ones are named with their number, and left
-            yield from _word(word, element, prefix if not number else f"{prefix}{number + 1}:")
+            # further tasks are tasks too (2:); of other lists the first is converted, the rest is left (#2:)
+            mark = "" if word.endswith(_TASKS) else "#"
+            yield from _word(word, element, f"{prefix}{mark}{number + 1}:" if number else prefix)
     else:
         yield word, value

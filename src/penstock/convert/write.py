@@ -96,8 +96,10 @@ def convert(system: str, path: Path) -> str:
 
 def _translate(conversion: Conversion, word: str, value: Any, rule: Rule | None) -> None:
     if rule is None:
-        if word.startswith(OF_EVALUATION) and word.removeprefix(OF_EVALUATION) in WORDS["xtuner"]:
+        if word.removeprefix(OF_EVALUATION) in WORDS["xtuner"] and word.startswith(OF_EVALUATION):
             conversion.used.add(word)  # an evaluation differs only in what has a rule of its own
+        elif match := _FURTHER.fullmatch(word):
+            _translate_further(conversion, word, value, *match.groups())
         return
     conversion.used.add(word)
     if rule.is_joined:
@@ -121,6 +123,35 @@ def _translate(conversion: Conversion, word: str, value: Any, rule: Rule | None)
     same_value = translated == read(value) or str(translated) == str(value) or value is True
     said = word if same_value or rule.is_secret else f"{word} = {value}"
     conversion.put(rule.key, translated, f"{said}; {rule.note}" if rule.note else said)
+
+
+_FURTHER = re.compile(
+    rf"((?:{OF_EVALUATION})?)(\d+):([^:]+)"
+)  # a word of the second or a later task
+
+
+def _translate_further(
+    conversion: Conversion, word: str, value: Any, prefix: str, number: str, plain: str
+) -> None:
+    """Translate a word of a further task: into its own table, or its tables sampling and produce."""
+    rule = WORDS["xtuner"].get(prefix + plain) or WORDS["xtuner"].get(plain)
+    if rule is None:
+        return
+    conversion.used.add(word)
+    named = conversion.words.get(f"{prefix}{number}:TaskSpecConfig.task_name")
+    name = _task_name(named) if isinstance(named, str) else f"task{number}"
+    table = f"eval.tasks.{name}" if prefix else f"tasks.{name}"
+    if rule.key.startswith((f"{TASK}.", f"{EVAL}.")):
+        key = f"{table}.{rule.key.removeprefix(f'{EVAL}.').removeprefix(f'{TASK}.')}"
+    elif rule.key.startswith(("sampling.", "produce.", "eval.sampling.")):
+        key = f"{table}.{rule.key.removeprefix('eval.')}"
+    else:
+        key = ""
+    if prefix and ".produce." in key:
+        key = ""
+    note = rule.note if key or not rule.key else f"the task that comes first sets {rule.key}"
+    if not rule.is_joined and (key or plain != "TaskSpecConfig.task_name"):
+        _translate(conversion, word, value, Rule(key, rule.translation, note))
 
 
 def _shown(value: Any) -> Any:
@@ -501,9 +532,9 @@ def _complete(conversion: Conversion) -> None:
         conversion.settings.pop("train.steps" if int(steps) <= 0 else "train.episodes", None)
     conversion.settings.setdefault("model.path", ("demo", "SAY HERE which model"))
     conversion.settings.setdefault(f"{TASK}.data", ("train.jsonl", "SAY HERE where the data is"))
-    conversion.settings.setdefault(
-        f"{TASK}.rewards", ([{"type": "boxed"}], "SAY HERE how responses are scored")
-    )
+    for key in [key for key in conversion.settings if re.fullmatch(r"tasks\.[^.]+\.data", key)]:
+        rewards = ([{"type": "boxed"}], "SAY HERE how responses are scored")
+        conversion.settings.setdefault(key.removesuffix("data") + "rewards", rewards)
     for key in [key for key in conversion.settings if re.fullmatch(r"eval\.tasks\.\S+\.data", key)]:
         for name in _SHARED:
             if f"{TASK}.{name}" in conversion.settings:

@@ -7,6 +7,7 @@ and from node to node (`workers/pool/node_copies.py`).
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 import sys
@@ -32,6 +33,13 @@ from penstock.workers.supervise.supervised import (
 )
 from penstock.workers.supervise.trainer import as_one_worker
 from penstock.workers.workers import Workers, all_or_first_error, start_workers
+
+_CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+_TOKEN_TIMEOUT_S = 5.0
+_TOKEN = (
+    "the environment variables RAY_AUTH_MODE=token and RAY_AUTH_TOKEN with the cluster's token, which "
+    "`ray get-auth-token` shows on its head node"
+)
 
 
 async def start(
@@ -67,6 +75,10 @@ def connect(settings: LaunchConfig) -> bool:
 
     if ray.is_initialized():
         return False
+    if os.environ.get("RAY_AUTH_MODE") != "token" and _asks_for_token(settings.address):
+        raise UserError(
+            f"launch.address: got {settings.address!r}, a cluster that asks for a token, allowed: {_TOKEN}"
+        )
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     try:
         if settings.address:
@@ -79,10 +91,30 @@ def connect(settings: LaunchConfig) -> bool:
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         where = settings.address or "this machine"
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if settings.address:
+            line += f"; if it asks for a token: {_TOKEN}"
         raise UserError(
             f"launch.address: got {where!r}, allowed: a Ray cluster that answers: {line}"
         ) from error
     return not settings.address
+
+
+def _asks_for_token(address: str) -> bool:
+    """Whether a cluster at HOST:PORT refuses a call without a token; False where gRPC is not installed.
+
+    Ray itself would try for a long time, and then say only that it could not connect.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or importlib.util.find_spec("grpc") is None:
+        return False
+    import grpc
+
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary(_CLUSTER_ID)(b"", timeout=_TOKEN_TIMEOUT_S)
+        except grpc.RpcError as error:
+            return error.code() is grpc.StatusCode.UNAUTHENTICATED
+    return False
 
 
 def disconnect(ours: bool) -> None:
