@@ -225,6 +225,7 @@ def join_parts(
         folder.path / "rollouts.jsonl",
         every_steps=config.track.rollouts_every_steps,
         note=note,
+        system_prompts={name: task.system_prompt for name, task in config.tasks.items()},
     )
     closing.callback(rollout_log.close)
     checkpoints = CheckpointStore(

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
@@ -180,8 +180,22 @@ class NoteLog(Tracker):
     def note(self, text: str) -> None:
         self._file.append([f"{time.strftime('%Y-%m-%d %H:%M:%S')} {visible(text)}"])
 
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Note what a person looks for when a step was slow: tail batches and pauses."""
+        if (pause_s := metrics.get("time/pause_s", 0.0)) >= 0.01:
+            self.note(f"step {step}: generation was paused for {pause_s:.2f} s for new weights")
+        for name, text in _EVENTS_IN_WORDS.items():
+            for key in (key for key in metrics if key.endswith(f"/{name}") and metrics[key]):
+                self.note(f"step {step}: {key.removesuffix(f'/{name}')}: {metrics[key]:.0f} {text}")
+
     def close(self) -> None:
         self._file.tell_loss()
+
+
+_EVENTS_IN_WORDS = {
+    "tail_calls": "tail batches, which draw expired groups before new ones",
+    "pause_timeouts": "groups were still running at the end of produce.pause_timeout_s and start again",
+}
 
 
 class Fanout:
@@ -231,9 +245,16 @@ class RolloutLog:
     """rollouts.jsonl: the first groups of every n-th batch, for a person to read."""
 
     def __init__(
-        self, path: Path, *, every_steps: int, num_groups: int = 4, note: Note = print_note
+        self,
+        path: Path,
+        *,
+        every_steps: int,
+        num_groups: int = 4,
+        note: Note = print_note,
+        system_prompts: Mapping[str, str] | None = None,
     ) -> None:
         self._file = LineFile(path, note)
+        self._system_prompts = dict(system_prompts or {})  # of each task
         self._every_steps = every_steps
         self._num_groups = num_groups
 
@@ -242,23 +263,34 @@ class RolloutLog:
             return
         self._file.append(
             [
-                json.dumps(_sample(batch.step, group, rollout), ensure_ascii=False)
+                json.dumps(
+                    _sample(batch.step, group, rollout, self._messages(group)), ensure_ascii=False
+                )
                 for group in batch.groups[: self._num_groups]
                 for rollout in group.rollouts
             ]
         )
 
+    def _messages(self, group: Group) -> list[dict[str, Any]]:
+        """The messages of a prompt, with the system message that its task adds."""
+        messages, system = list(group.prompt.messages), self._system_prompts.get(group.task)
+        if system and not any(message.get("role") == "system" for message in messages):
+            messages.insert(0, {"role": "system", "content": system})
+        return messages
+
     def close(self) -> None:
         self._file.tell_loss()
 
 
-def _sample(step: int, group: Group, rollout: Rollout) -> dict[str, Any]:
+def _sample(
+    step: int, group: Group, rollout: Rollout, messages: list[dict[str, Any]]
+) -> dict[str, Any]:
     return {
         "step": step,
         "task": group.task,
         "group_id": group.group_id,
         "rollout_id": rollout.rollout_id,
-        "prompt": list(group.prompt.messages),
+        "prompt": messages,
         "response": rollout.text,
         "gt_answer": group.prompt.gt_answer,
         "test_cases": group.prompt.test_cases,
