@@ -101,13 +101,14 @@ class BaseProducer:
     def options(cls, **ray_options: Any) -> Any:
         """This class as a Ray actor with these options; `.remote(...)` of it makes a producer."""
         try:
-            import ray
+            from penstock.workers.ray.actor import as_actor
+
+            return as_actor(cls, ray_options)
         except ImportError:
             raise UserError(
                 f"{cls.__name__}.options: Ray is not installed; allowed: pip install 'penstock[ray]', or "
                 f"{cls.__name__}(...) in this process"
             ) from None
-        return ray.remote(cls).options(**ray_options)
 
     def setup(self) -> None:
         """Do nothing: a producer is ready as soon as it is made."""

@@ -246,6 +246,13 @@ class ActorWorker:
         self._end.cancel()
 
 
+def as_actor(part: type, options: dict[str, Any]) -> Any:
+    """A class as a Ray actor with these options of Ray."""
+    import ray
+
+    return ray.remote(part).options(**options)
+
+
 def _packed(value: Any) -> bytes:
     return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
