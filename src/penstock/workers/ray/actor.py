@@ -248,8 +248,6 @@ class ActorWorker:
 
 def as_actor(part: type, options: dict[str, Any]) -> Any:
     """A class as a Ray actor with these options of Ray."""
-    import ray
-
     return ray.remote(part).options(**options)
 
 
