@@ -134,7 +134,7 @@ def test_every_command_is_a_look_or_asks() -> None:
     from stages.command_line import commands, options
 
     asks = {words for words, command in commands().items() if "--trust" in options(command)}
-    assert asks == {"train", "check", "resume", "replay", "eval", "agent check"}
+    assert asks == {"train", "sft", "check", "resume", "replay", "eval", "agent check"}
     others = {words for words in commands() if not words.startswith("sandbox")} - asks
     assert others <= set(LOOKS) | set(READS_NO_RUN)
 
