@@ -233,8 +233,9 @@ async def _fail(request: Request, error: Exception) -> Response:
 class NoForeignPages:
     """Middleware that refuses web pages: a Host that is not ours (DNS rebinding), a foreign Origin."""
 
-    def __init__(self, app: ASGIApp, hosts: Sequence[str] = ()) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, hosts: Sequence[str] = (), *, needs_host: bool = True) -> None:
+        """needs_host: refuse a request without a Host, which only a program sends."""
+        self._app, self._needs_host = app, needs_host
         self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -242,7 +243,8 @@ class NoForeignPages:
         host = headers.get("host", "").lower()
         name = re.sub(r":\d*$", "", host)
         response: ASGIApp = self._app
-        if name not in self._names and not _is_address(name.strip("[]")):
+        is_named = bool(name) or self._needs_host
+        if is_named and name not in self._names and not _is_address(name.strip("[]")):
             allowed = "localhost, an IP address, or the option hosts"
             reason = f"host: got {name[:100]!r}, allowed: {allowed}"
             response = json_response({"error": reason}, 421)

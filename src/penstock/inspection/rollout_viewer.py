@@ -157,8 +157,8 @@ def views_of_group(
     views = []
     for rollout in group.rollouts:
         model_calls = calls.get((rollout.rollout_id, rollout.seed), [])
-        # an agent's request may add tools to the prompt: the first call has what the model got
-        token_ids = model_calls[0].context_ids if model_calls else group.prompt.token_ids
+        # an agent's request may add tools to the prompt: the first row has what the model got
+        token_ids, _ = rollout.sequences()[0]
         rendered = None if render is None else render(token_ids)
         views.append(_view(rollout, model_calls, {**facts, "rendered_prompt": rendered}))
     return views

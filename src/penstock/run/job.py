@@ -47,7 +47,7 @@ from penstock.rollout.agent.function import FunctionAgent, InterruptedCalls
 from penstock.rollout.evaluation.background import Evaluations
 from penstock.rollout.evaluation.evaluate import EvalTask, choose_problems
 from penstock.run.foundation import BatchSource, Foundation, NewestVersion, Status, lay_foundation
-from penstock.run.run_data import RunData, count_steps, left_behind
+from penstock.run.run_data import RunData, count_steps, left_behind, overlaps
 from penstock.store.checkpoint import CheckpointStore
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
@@ -166,7 +166,7 @@ async def open_job(
         source = await _producer(parts, total_steps)
         eval_tasks = _eval_tasks(config, data, base.waits, closing, endpoint)
         asked = {task.name: [problem.messages for problem in task.problems] for task in eval_tasks}
-        overlaps = await left_behind(lambda: data.overlaps(asked))
+        shared = await left_behind(lambda: overlaps(data.train, asked))
         job = join_parts(
             config,
             folder,
@@ -176,7 +176,7 @@ async def open_job(
             total_steps,
             closing,
             eval_tasks,
-            facts={**facts, **overlaps, TOTAL_STEPS: str(total_steps)},
+            facts={**facts, **shared, TOTAL_STEPS: str(total_steps)},
             start_report=report,
         )
         await _serve_control(folder, workers, closing)

@@ -57,15 +57,18 @@ class RunData:
         judged = {f"eval.tasks.{name}.data": data for name, data in self.evaluation.items()}
         return trained | judged
 
-    def overlaps(self, asked: Mapping[str, Sequence[Messages]]) -> dict[str, str]:
-        """A fact for each evaluation task that asks prompts of a training task."""
-        facts = {}
-        for task, problems in asked.items():
-            for name, dataset in self.train.items():
-                if found := count_overlap(dataset.messages(), problems):
-                    counts = json.dumps({"found": found, "problems": len(problems)})
-                    facts[f"{OVERLAP}eval.tasks.{task} and tasks.{name}"] = counts
-        return facts
+
+def overlaps(
+    train: Mapping[str, Dataset], asked: Mapping[str, Sequence[Messages]]
+) -> dict[str, str]:
+    """A fact for each evaluation task that asks prompts of a training task."""
+    facts = {}
+    for task, problems in asked.items():
+        for name, dataset in train.items():
+            if found := count_overlap(dataset.messages(), problems):
+                counts = json.dumps({"found": found, "problems": len(problems)})
+                facts[f"{OVERLAP}eval.tasks.{task} and tasks.{name}"] = counts
+    return facts
 
 
 async def left_behind(work: Callable[[], T]) -> T:

@@ -236,7 +236,7 @@ def test_nothing_to_learn_is_a_zero_gradient_not_a_nan(name) -> None:
         assert not any(grad.any() for grad in gradient.values())
 
 
-@pytest.mark.parametrize("name", list(ALGORITHMS))
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"sft"}))  # which has no rewards
 @pytest.mark.parametrize("size", [1, 4])
 def test_equal_rewards_never_give_a_nan(name, size) -> None:
     batch = random_batch(size=size, score=Score(1.0))

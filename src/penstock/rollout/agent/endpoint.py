@@ -48,7 +48,7 @@ class Endpoint:
         self._server = AppServer(
             make_app(
                 [Route("/{path:path}", self._answer, methods=["GET", "POST"])],
-                middleware=[Middleware(NoForeignPages)],
+                middleware=[Middleware(NoForeignPages, needs_host=False)],
             ),
             connections=_CONNECTIONS,
             connections_per_client=_CONNECTIONS,
