@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from penstock.run.job import Job
 from stages.disturbed_run import config_of, run
 from stages.tiny_run import SMALL_POLICY
 
-AUDITS = 100
+AUDITS = int(os.environ.get("PENSTOCK_AUDITS", "40"))
 AUDIT = f"""
 import sys
 from pathlib import Path
@@ -33,8 +34,8 @@ class AuditsAreDone(Exception):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_hundred_audits_beside_a_busy_run_raise_no_false_alarm(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+def test_audits_beside_a_busy_run_raise_no_false_alarm(tmp_path: Path) -> None:
     """Every fifth audit also reads the checkpoints, which the run replaces meanwhile."""
     auditors: list[subprocess.Popen[str]] = []
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

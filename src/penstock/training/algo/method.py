@@ -241,7 +241,7 @@ def resolve_settings(
         kind = "token_truncate"
     # A correction weighs the trainer's policy against the behaviour policy, so the ratio that is
     # left to clip is that of the update alone: every correction is a decoupled objective.
-    decoupled = config.decoupled or kind != "none"
+    decoupled = (config.decoupled and not defaults.imitates) or kind != "none"
     return replace(
         defaults,
         name=config.name,
