@@ -54,5 +54,5 @@ def test_a_policy_learns_to_guess_a_number_by_halving(
     monkeypatch.chdir(tmp_path)
     results = evaluations("guess", tmp_path, seed=0)
     assert results[0]["turns"] >= 5.5
-    assert results[-1]["turns"] <= 5.0  # which groups are ready decides: runs end at 3.9 to 4.7
+    assert results[-1]["turns"] <= 4.6  # which groups are ready decides: runs end at 3.9 to 4.4
     assert results[-1]["reward"] > results[0]["reward"] + 0.08
