@@ -26,7 +26,9 @@ def evaluations(name: str, folder: Path, seed: int) -> list[dict[str, Any]]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.write(recipe)
-    words = ["launch.kind=inline", "run.name=learnt", "track.trackers=[]", f"seed={seed}"]
+    # an evaluation beside training makes the run depend on the load of the machine
+    words = ["launch.kind=inline", "eval.blocking=true", "run.name=learnt", "track.trackers=[]"]
+    words.append(f"seed={seed}")
     done = CliRunner().invoke(cli.app, ["train", str(recipe / f"{name}.toml"), *words])
     assert done.exit_code == 0, done.output
     lines = Path("runs/learnt/eval/summary.jsonl").read_text().splitlines()
