@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 import types
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock import api
+from penstock import api, cli
 from penstock.config import plugins
+from penstock.data.rows import write_rows
 from penstock.errors import UserError
 from penstock.inspection.track import console
 from penstock.run.session import StopSignals, outside_a_loop
 from stages import rewards as stage_rewards
+from stages.made_run import make_run
 
 ROWS = [{"prompt": f"{a}+{b}", "gt_answer": str(a + b)} for a in (10, 11) for b in (20, 21, 22)]
 SMALL: dict[str, Any] = {
@@ -82,8 +85,12 @@ def test_a_lambda_and_a_list_train_and_resume(
 def test_a_run_inside_a_running_event_loop_is_stopped_by_an_interrupt() -> None:
     """As in a notebook: the cell's thread runs an event loop, and Ctrl-C reaches that thread."""
 
+    called = list[str]()
+
     def reward(response: str) -> float:
-        os.kill(os.getpid(), signal.SIGINT)
+        called.append(response)
+        if len(called) > 1:  # the first call tries the reward
+            os.kill(os.getpid(), signal.SIGINT)
         return float(len(response))
 
     async def cell() -> penstock.Run:
@@ -185,6 +192,10 @@ def test_a_function_that_can_be_imported_needs_no_program() -> None:
             {"data": ROWS, "reward": lambda response, level: 0},
             "row 1: got no 'level', which reward reward reads; the record has: gt_answer",
         ),
+        ({"data": ROWS, "learning_rate": 1e-5}, "train: got learning_rate=1e-05.* mean lr\\?"),
+        ({"data": ROWS, "max_steps": 5}, "did you mean steps\\?"),
+        ({"data": ROWS, "reward_funcs": []}, "did you mean reward\\?"),
+        ({"data": ROWS, "top_p": 0.9}, r"did you mean settings=\{'sampling.top_p': 0.9\}\?"),
         ({"data": ROWS, "settings": {"trian.lr": 1}}, "unknown key 'trian"),
         ({"data": ROWS, "settings": {"train.lr": object()}}, "settings: got <object"),
         ({"data": ROWS, "steps": 0}, "train.steps: got 0"),
@@ -229,7 +240,7 @@ class Frame:
     ],
 )
 def test_rows_of_any_kind_become_lines(tmp_path: Path, source: Any, rows: list[Any]) -> None:
-    api._write_rows(tmp_path / "rows.jsonl", source)
+    write_rows(tmp_path / "rows.jsonl", source)
     lines = (tmp_path / "rows.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == rows
 
@@ -237,10 +248,10 @@ def test_rows_of_any_kind_become_lines(tmp_path: Path, source: Any, rows: list[A
 def test_a_dataset_is_rows_and_its_splits_are_refused(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     dataset = datasets.Dataset.from_list(ROWS)
-    api._write_rows(tmp_path / "rows.jsonl", dataset)
+    write_rows(tmp_path / "rows.jsonl", dataset)
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(ROWS)
     with pytest.raises(UserError, match=r"got the splits train, allowed: one of them, as in data="):
-        api._write_rows(tmp_path / "rows.jsonl", datasets.DatasetDict(train=dataset))
+        write_rows(tmp_path / "rows.jsonl", datasets.DatasetDict(train=dataset))
 
 
 @pytest.mark.slow
@@ -320,3 +331,119 @@ def test_a_notebook_shows_a_plot_that_grows(kernel: list[str], tmp_path: Path) -
 
 def test_without_a_kernel_the_console_is_used() -> None:
     assert not console.in_notebook()
+
+
+def test_a_default_that_does_not_fit_the_model_is_lowered_and_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = {"groups_per_step": 2, "num_generations": 2}
+    run = penstock.train(
+        "demo", ROWS, lambda response: len(response), steps=1, settings=SMALL, **shape
+    )
+    assert run.config.sampling.max_tokens == 128
+    said = (
+        "sampling.max_tokens = 128, lowered from 256: the context of the model demo has 256 tokens"
+    )
+    assert said in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(UserError, match=r"sampling\.max_tokens = 256 are"):
+        penstock.train("demo", ROWS, "boxed", steps=1, settings=SMALL, max_tokens=256, **shape)
+
+
+def lines_of(error: BaseException) -> list[str]:
+    return "".join(traceback.format_exception(error)).splitlines()
+
+
+def test_a_reward_that_cannot_work_is_told_before_anything_starts() -> None:
+    def broken(response: str) -> float:
+        return 1 / 0
+
+    with pytest.raises(UserError) as caught:
+        penstock.train("demo", ROWS, broken, steps=1, settings=SMALL, **TINY)
+    line = broken.__code__.co_firstlineno + 1
+    assert f"ZeroDivisionError: division by zero ({__file__}:{line})" in str(caught.value)
+    assert not Path("runs").exists()
+
+
+def test_a_fault_of_a_run_has_no_inner_traceback() -> None:
+    def picky(response: str) -> float:
+        raise KeyError("judge")  # of a response, perhaps: the trial lets it pass
+
+    with pytest.raises(
+        penstock.PenstockError, match=r"32 groups failed.*KeyError: 'judge'"
+    ) as caught:
+        penstock.train("demo", ROWS, picky, steps=1, name="ill", settings=SMALL, **TINY)
+    assert len(lines_of(caught.value)) < 12
+    assert "Exception Group" in Path("runs/ill/logs/traceback.txt").read_text()
+
+
+def test_a_function_is_an_agent_and_its_prompt_is_shown_with_its_tools() -> None:
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+    async def play(task: Any, model: Any) -> float:
+        said = await model.chat(list(task.messages), tools=[schema])
+        return float(len(said["content"] or ""))
+
+    policy = Path(__file__).parents[1] / "examples" / "calculator" / "policy"
+    settings = {**SMALL, "tasks.train.max_prompt_tokens": 40}
+    run = penstock.train(policy, ROWS, agent=play, steps=1, name="a", settings=settings, **TINY)
+    (sample,) = run.samples(limit=1)
+    assert "<tools>" in sample["rendered_prompt"]
+    with pytest.raises(UserError, match=r"penstock.resume\(RUN, agent=FUNCTION\)"):
+        penstock.resume(run, settings={"train.steps": 2})
+    later = penstock.resume(run, agent=play, settings={"train.steps": 2})
+    assert len(later.metrics) == 2
+
+
+def test_a_run_tells_its_findings_its_audit_and_its_table(tmp_path: Path) -> None:
+    run = penstock.open_run(make_run(tmp_path / "made", steps=6).path)
+    assert isinstance(run.findings(), list)
+    assert run.audit()["committed_steps"] == 6
+    frame = pytest.importorskip("pandas") and run.to_pandas()
+    assert list(frame.index) == [1, 2, 3, 4, 5, 6]
+    assert frame["reward/mean"].iloc[0] == run.metrics[0]["reward/mean"]
+    assert "<table>" in run._repr_html_()
+    assert "made" in run._repr_html_()
+
+
+def test_a_run_keeps_its_best_checkpoint_and_ends_early(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worth, steps = {"now": 0.0}, list[float]()
+
+    def on_step(metrics: dict[str, float]) -> None:
+        steps.append(metrics["step"])
+        worth["now"] = {1: 0.9, 2: 0.5}.get(int(metrics["step"]), 0.4)
+
+    def reward(response: str) -> float:
+        return worth["now"]
+
+    run = penstock.train(
+        *("demo", ROWS, reward),
+        eval_data=ROWS[:2],
+        keep_best="heldout/reward",
+        early_stop=["heldout/reward >= 1", "heldout/reward stalls 2"],
+        on_step=on_step,
+        steps=9,
+        name="early",
+        settings={**SMALL, "eval.every_steps": 1, "eval.blocking": True, "checkpoint.keep": 1},
+        **TINY,
+    )
+    assert steps == [1, 2, 3] == [row["step"] for row in run.metrics]
+    assert "ended after step 3: heldout/reward stalls 2" in capsys.readouterr().err
+    kept = sorted(path.name for path in (run.path / "checkpoints").iterdir())
+    assert kept == ["step-1", "step-3"]
+    assert "step 1" in (run.export("best", step="best") / "README.md").read_text()
+    with pytest.raises(UserError, match=r"--step: got 2, allowed: .*\(1, 3\)"):
+        run.export("other", step=2)
+    penstock.resume(run, reward=reward)
+    assert "was ended by train.stop_when" in capsys.readouterr().err
+    later = penstock.resume(run, reward=reward, settings={"train.stop_when": [], "train.steps": 4})
+    assert len(later.metrics) == 4
+    capsys.readouterr()
+    penstock.resume(run, reward=reward)
+    assert "is finished (4 of 4 steps); go on with: penstock resume" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["penstock", "generate", "early", "--prompt", "12+34"])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert not left.value.code
+    assert "prompt: 12+34" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -13,7 +14,9 @@ import pytest
 
 from penstock import cli
 from penstock.config.source import load_config
+from penstock.config.starter import Answers, write_starter
 from stages.command_line import commands
+from stages.made_run import make_run
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -90,6 +93,9 @@ WRONG = {  # for each command a wrong argument, and words of its error message
     "doctor": (["no-such-run"], "no-such-run"),
     "export": (["no-such-run", "--to", "model"], "no-such-run"),
     "runs": (["no-such-folder"], "no-such-folder"),
+    "rm": (["no-such-run"], "no-such-run"),
+    "chat": (["no-such-run"], "model: got 'no-such-run', allowed: a config file, a run"),
+    "version": (["more"], "more"),
     "dashboard": (["no-such-folder"], "no-such-folder"),
     "compare": (["no-such-run", "other"], "no-such-run"),
     "check": (["no-such.toml"], "no-such.toml"),
@@ -310,3 +316,43 @@ def test_an_existing_run_is_not_overwritten(
     write_lines(folder / "metrics.jsonl", {"step": 1})
     assert run(monkeypatch, "train", "run.name=mine") == 2
     assert "penstock resume" in capsys.readouterr().err
+
+
+def test_a_config_is_talked_to_and_its_own_prompt_is_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The files that `init` writes, used from another folder."""
+    (path, *_) = write_starter(tmp_path / "mine", Answers())
+    record = json.loads((tmp_path / "mine" / "train.jsonl").read_text().splitlines()[0])
+    typed = f"{record['prompt']}\n/reset\n1+2\n/what\n/exit\nnever asked\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    assert run(monkeypatch, "chat", str(path)) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[1].startswith("reward ")
+    assert said[1].endswith(f", expected {record['gt_answer']}")
+    assert said[2] == "a new conversation"
+    assert "/reset begins a new conversation" in said[4]
+    assert len(said) == 5
+
+
+def test_a_run_is_removed_unless_it_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "runs" / "old", steps=2)
+    assert run(monkeypatch, "runs", "--json") == 0
+    assert json.loads(capsys.readouterr().out)[0]["size_bytes"] > 10_000
+    with folder.lock():
+        assert run(monkeypatch, "rm", "old", "--yes") == 2
+    assert "it is under way" in capsys.readouterr().err
+    assert run(monkeypatch, "rm", "old", "--yes") == 0
+    assert capsys.readouterr().out.startswith("removed runs/old (")
+    assert not folder.path.exists()
+
+
+def test_a_bug_report_has_versions_devices_and_the_sandbox(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "version", "--verbose") == 0
+    said = capsys.readouterr().out
+    for words in ("penstock ", "python 3", "torch 2", "cores", "kernels: ", "isolation: "):
+        assert words in said

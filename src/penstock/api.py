@@ -7,14 +7,14 @@ a function is called, because `import penstock` imports this file.
 
 from __future__ import annotations
 
-import json
-import sys
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
-from penstock.errors import UserError
+from penstock.errors import PenstockError, UserError
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -28,6 +28,36 @@ Reward: TypeAlias = "str | Callable[..., Any] | Mapping[str, Any] | Sequence[Any
 """A reward's name, a function, a dict (type, weight, options), or a list of these, which are summed."""
 Settings: TypeAlias = Mapping[str, Any]
 """Keys of `penstock config` with their values: {"sampling.top_p": 0.9}."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _entrance(function: Callable[P, T]) -> Callable[P, T]:
+    """A function for users: it names the nearest parameter, and its errors have no inner traceback.
+
+    The whole traceback of a run is in RUN/logs/traceback.txt.
+    """
+    parameters = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name, value in kwargs.items():
+            if name not in parameters:
+                from penstock.config import Config
+                from penstock.config.mistakes import nearest_parameter
+
+                hint = nearest_parameter(name, value, parameters, Config)
+                raise UserError(
+                    f"{function.__name__}: got {name}={value!r}, allowed: its parameters{hint}"
+                )
+        try:
+            return function(*args, **kwargs)
+        except PenstockError as error:
+            raise error.with_traceback(None) from None
+
+    return call
 
 
 class Run:
@@ -89,17 +119,53 @@ class Run:
             raise UserError(f"run {self.path}: got no checkpoint, allowed: a run that wrote one")
         return path
 
+    def findings(self) -> list[dict[str, Any]]:
+        """What is wrong with the run, and what to change: name, what, since, evidence, advice, change."""
+        from dataclasses import asdict
+
+        from penstock.inspection.findings import find
+        from penstock.inspection.findings.observed import read_observed
+
+        return [asdict(finding) for finding in find(read_observed(self._folder))]
+
+    def audit(self, *, deep: bool = False) -> dict[str, Any]:
+        """What `penstock audit --json` prints: counts by task, `balanced`, faults and warnings."""
+        from penstock.inspection.audit import take_audit
+
+        return take_audit(self._folder, deep=deep).as_json()
+
+    def to_pandas(self) -> Any:
+        """The metrics as a data frame of pandas, a row for each step."""
+        try:
+            import pandas
+        except ImportError:
+            raise UserError("to_pandas: pandas is not installed; pip install pandas") from None
+        frame = pandas.DataFrame(self.metrics)
+        return frame.set_index("step") if "step" in frame else frame
+
     def report(self, out: str | Path | None = None) -> Path:
         """Write the HTML report, by default into the run folder; return its path."""
         from penstock.inspection.report import write_report
 
         return write_report([self._folder], None if out is None else Path(out))
 
-    def export(self, to: str | Path, *, adapter: bool = False) -> Path:
-        """Write the newest model (adapter: only its adapters) and a model card to the new folder `to`."""
+    def export(
+        self, to: str | Path, *, adapter: bool = False, step: int | str | None = None
+    ) -> Path:
+        """Write a model (adapter: only its adapters) and a model card to the new folder `to`.
+
+        step: of a checkpoint that is kept, or "best" by its evaluation; by default the newest.
+        """
         from penstock.inspection.export import export_run
 
-        return export_run(self._folder, Path(to), adapter=adapter)
+        chosen = None if step is None else str(step)
+        return export_run(self._folder, Path(to), adapter=adapter, step=chosen)
+
+    def _repr_html_(self) -> str:
+        """The run as a small table, which a notebook shows."""
+        from penstock.inspection.runs import html_table, read_line
+
+        return html_table(read_line(self._folder), self.findings(), self.path)
 
     def __repr__(self) -> str:
         means = [row["reward/mean"] for row in self.metrics if row.get("reward/mean") is not None]
@@ -107,11 +173,13 @@ class Run:
         return f"Run({str(self.path)!r}, {len(means)} steps{reward})"
 
 
+@_entrance
 def train(
     model: str | Path | None = None,
     data: Data | None = None,
     reward: Reward | None = None,
     *,
+    agent: str | Callable[..., Any] | None = None,
     steps: int | None = None,
     episodes: float | None = None,
     lr: float | None = None,
@@ -124,6 +192,9 @@ def train(
     columns: Mapping[str, str] | None = None,
     data_options: Mapping[str, Any] | None = None,
     eval_data: Data | None = None,
+    early_stop: str | Sequence[str] | None = None,
+    keep_best: str | None = None,
+    on_step: Callable[[dict[str, float]], object] | None = None,
     seed: int | None = None,
     name: str | None = None,
     config: str | Path | None = None,
@@ -135,7 +206,10 @@ def train(
     model: folder or hub name of a transformers causal LM, or "demo".
     data: the prompts (docs/data.md). reward: what a response is worth (docs/rewards.md); default: the
     answer in <answer> tags. eval_data: problems that are evaluated at the start and the end.
+    agent: a function of (task, model) that makes a rollout (docs/agents.md), or its name.
     steps or episodes: length of the run. columns, data_options: see docs/data.md.
+    early_stop: rules such as "heldout/accuracy >= 0.95" (train.stop_when). keep_best: a score such as
+    "heldout/accuracy", whose best checkpoint is kept. on_step: is called with the metrics of each step.
     config: a TOML file to start from. settings: any other key of `penstock config`.
     trust: allow what a config of another user's run would execute or connect to.
     """
@@ -150,22 +224,32 @@ def train(
         "sampling.num_generations": num_generations,
         "sampling.max_tokens": max_tokens,
         "sampling.temperature": temperature,
+        "train.stop_when": [early_stop] if isinstance(early_stop, str) else early_stop,
+        "checkpoint.keep_best": keep_best,
         "seed": seed,
         "run.name": name,
     }
     rewards, objects = name_rewards(reward)
+    agent_name = _name_agent(agent, objects)
+    objects |= _callback(on_step)
     named |= {
         f"{task}.rewards": rewards,
+        f"{task}.agent": agent_name,
         f"{task}.columns": columns,
         f"{task}.data_options": data_options,
         f"{task}.system_prompt": system_prompt,
     }
     if eval_data is not None:
-        named |= {f"{judged}.rewards": rewards, f"{judged}.columns": columns}
+        named |= {
+            f"{judged}.rewards": rewards,
+            f"{judged}.columns": columns,
+            f"{judged}.agent": agent_name,
+        }
     with _inputs({task: data, judged: eval_data}, objects) as (sources, files):
         return _train(config, {**named, **sources, **(settings or {})}, files, trust)
 
 
+@_entrance
 def sft(
     model: str | Path | None = None,
     data: Data | None = None,
@@ -215,23 +299,30 @@ def _train(
     config: str | Path | None, settings: Settings, files: Sequence[Path], trusted: bool
 ) -> Run:
     from penstock.config.source import load_config
+    from penstock.files import say
     from penstock.run import entry
     from penstock.store import trust
 
-    loaded = load_config(config, _overrides(settings), bare=config is None).config
+    loaded = load_config(config, _overrides(settings), bare=config is None)
+    loaded.require_files()
+    for note in loaded.notes:
+        say(f"note: {note}", error=True)
     trust.check_config(config, trust=trusted)
-    return Run(entry.train(loaded, own_data=files))
+    return Run(entry.train(loaded.config, own_data=files))
 
 
+@_entrance
 def resume(
     run: Run | str | Path,
     *,
     reward: Reward | None = None,
+    agent: Callable[..., Any] | None = None,
+    on_step: Callable[[dict[str, float]], object] | None = None,
     settings: Settings | None = None,
     accept_changes: bool = False,
     trust: bool = False,
 ) -> Run:
-    """Continue a run to its end. A run that was given Python functions as rewards needs them again.
+    """Continue a run to its end. A run that was given Python functions needs them again.
 
     accept_changes: continue also if the data or the tokenizer has other content than before.
     trust: allow what a run of another user would execute or connect to.
@@ -239,17 +330,19 @@ def resume(
     from penstock.run import entry
 
     folder = _folder(run)
-    with _inputs({}, _objects_again(folder.config(), reward)):
+    with _inputs({}, _objects_again(folder.config(), reward, agent) | _callback(on_step)):
         words = _overrides(settings or {})
         entry.resume(folder, words, accept_changes=accept_changes, trusted=trust)
     return Run(folder)
 
 
+@_entrance
 def open_run(run: str | Path) -> Run:
     """A run by its folder, or by its name in runs/; it may still be under way."""
     return Run(_folder(run))
 
 
+@_entrance
 def evaluate(
     model: Run | str | Path,
     data: Data | None = None,
@@ -296,6 +389,7 @@ def evaluate(
         return outside_a_loop(lambda: evaluate_model(_source(model), words, folder, trusted=trust))
 
 
+@_entrance
 def generate(
     model: Run | str | Path,
     prompts: str | Sequence[str],
@@ -313,7 +407,6 @@ def generate(
     trust: allow what a run of another user would execute or connect to.
     """
     from penstock.rollout.evaluation.generate import generate_samples
-    from penstock.run import preflight
     from penstock.run.session import model_config, outside_a_loop
 
     config = model_config(_source(model), _overrides(settings or {}), trusted=trust)
@@ -321,13 +414,13 @@ def generate(
     chosen = {key: value for key, value in named.items() if value is not None}
     sampling = type(config.sampling)(**{**config.sampling.model_dump(), **chosen})
     config = config.model_copy(update={"sampling": sampling})  # no task is trained: greedy is fine
-    preflight.check_engine(config)
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     return outside_a_loop(
         lambda: generate_samples(config, texts, num_generations=num_generations, raw=raw)
     )
 
 
+@_entrance
 def score(
     responses: Data | Run,
     reward: Reward = "boxed",
@@ -361,51 +454,49 @@ def name_rewards(reward: Reward | None) -> tuple[list[dict[str, Any]] | None, di
     """The rewards as a config has them, and the Python objects that they name."""
     if reward is None:
         return None, {}
+    from penstock.config import plugins
+
     rewards: list[dict[str, Any]] = []
     objects: dict[str, Any] = {}
     for entry in reward if isinstance(reward, list | tuple) else [reward]:
         table = dict(entry) if isinstance(entry, Mapping) else {"type": entry}
         target = table.get("type")
         if not isinstance(target, str):
-            table["type"] = _importable(target) or _named(target, objects)
+            table["type"] = plugins.importable(target) or plugins.name_object(target, objects)
         rewards.append(table)
     return rewards, objects
 
 
-def _importable(target: Any) -> str:
-    """`module:name` if a new process can import the object; else the empty string."""
-    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", "")
-    if module in (None, "__main__") or not str(name).isidentifier():
-        return ""
-    imported = sys.modules.get(str(module))
-    is_same = getattr(imported, name, None) is target
-    return f"{module}:{name}" if is_same and getattr(imported, "__spec__", None) else ""
+def _name_agent(agent: str | Callable[..., Any] | None, objects: dict[str, Any]) -> str | None:
+    """The agent as a config has it; a function that no process can import is added to the objects."""
+    if agent is None or isinstance(agent, str):
+        return agent
+    if not callable(agent):
+        raise UserError(f"agent: got {agent!r}, allowed: a function of (task, model), or its name")
+    from penstock.config import plugins
+
+    return plugins.importable(agent) or plugins.name_object(agent, objects)
 
 
-def _named(target: Any, objects: dict[str, Any]) -> str:
-    """Add the object under a name of its own; return what a config calls it."""
-    from penstock.config.plugins import PYTHON
+def _callback(on_step: Callable[[dict[str, float]], object] | None) -> dict[str, Any]:
+    """The function that gets each step's metrics, as one of the program's objects."""
+    if on_step is None:
+        return {}
+    from penstock.inspection.track.logs import StepCallback
 
-    if not callable(target) and not hasattr(target, "score"):
-        raise UserError(
-            f"reward: got {target!r}, allowed: a name, a function, a dict with type, or a list of these"
-        )
-    base = str(getattr(target, "__name__", type(target).__name__))
-    base = base if base.isidentifier() else "reward"
-    name = next(
-        n
-        for n in (base, *(f"{base}_{i}" for i in range(2, 1000)))
-        if objects.get(n, target) is target
-    )
-    objects[name] = target
-    return f"{PYTHON}{name}"
+    return {StepCallback.NAME: on_step}
 
 
-def _objects_again(config: Config, reward: Reward | None) -> dict[str, Any]:
-    """The objects that a run's config names, from the rewards that are given again."""
+def _objects_again(
+    config: Config, reward: Reward | None, agent: Callable[..., Any] | None = None
+) -> dict[str, Any]:
+    """The objects that a run's config names, from the rewards and the agent that are given again."""
     from penstock.config.plugins import PYTHON
 
     tasks = (*config.tasks.values(), *config.eval.tasks.values())
+    if agent is not None:
+        names = {task.agent.removeprefix(PYTHON) for task in tasks if task.agent.startswith(PYTHON)}
+        return dict.fromkeys(names, agent) | _objects_again(config, reward)
     types = dict.fromkeys(entry.type for task in tasks for entry in task.rewards)
     wanted = [name.removeprefix(PYTHON) for name in types if name.startswith(PYTHON)]
     if reward is None:
@@ -432,6 +523,7 @@ def _inputs(
     Within it a config may name the Python objects, and an error about rows names no scratch file.
     """
     from penstock.config import plugins
+    from penstock.data.rows import write_rows
     from penstock.files import ScratchFolder
 
     with ScratchFolder.new("rows") as scratch, plugins.python_objects(objects):
@@ -442,7 +534,7 @@ def _inputs(
             elif source is not None:
                 files.append(scratch / f"{key}.jsonl")
                 settings[f"{key}.data"] = str(files[-1])
-                _write_rows(files[-1], source)
+                write_rows(files[-1], source)
         try:
             yield settings, files
         except UserError as error:
@@ -451,40 +543,6 @@ def _inputs(
                 text = text.replace(f"data {path} line", "data from Python, row")
                 text = text.replace(f"'{path}'", "rows from Python")
             raise UserError(text) if text != str(error) else error from None
-
-
-def _write_rows(path: Path, source: Any) -> None:
-    from penstock.data.source import plain
-
-    with path.open("w", encoding="utf-8") as file:
-        for number, row in enumerate(_rows(source), start=1):
-            record = {"prompt": row} if isinstance(row, str) else row
-            if not isinstance(record, Mapping):
-                raise UserError(
-                    f"data: row {number}: got {type(row).__name__}, allowed: a dict or a string"
-                )
-            file.write(f"{json.dumps(plain(record))}\n")
-
-
-def _rows(source: Any) -> Iterable[Any]:
-    if hasattr(source, "iloc"):  # a data frame
-        return cast(Iterable[Any], source.to_dict("records"))
-    if isinstance(source, Mapping):
-        if any(hasattr(value, "column_names") for value in source.values()):
-            raise UserError(
-                f"data: got the splits {', '.join(source)}, allowed: one of them, as in "
-                f"data=dataset[{next(iter(source))!r}]"
-            )
-        sizes = {len(value) for value in source.values() if isinstance(value, Sequence)}
-        if len(sizes) != 1 or any(isinstance(v, str) for v in source.values()):
-            raise UserError("data: got a dict, allowed: a list of dicts, or columns of one length")
-        return (dict(zip(source, row, strict=True)) for row in zip(*source.values(), strict=True))
-    if not isinstance(source, Iterable) or isinstance(source, bytes):
-        raise UserError(
-            f"data: got {type(source).__name__}, allowed: a path or name, a list of dicts, a "
-            "datasets.Dataset or a data frame"
-        )
-    return source
 
 
 # -- settings and runs -------------------------------------------------------------------------

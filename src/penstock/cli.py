@@ -24,6 +24,7 @@ from penstock.config.source import load_config, parse_settings, split_words
 from penstock.errors import PenstockError, StopRequested, UserError
 from penstock.files import console, say
 from penstock.inspection.dashboard.command import dashboard
+from penstock.run.model_commands import Trust, chat, evaluate, generate
 from penstock.run.twin.command import simulate
 
 if TYPE_CHECKING:
@@ -63,10 +64,6 @@ Overrides = Annotated[
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as train.lr=1e-5."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Trust = Annotated[
-    bool,
-    typer.Option("--trust", help="Allow what a run of another user would execute or connect to."),
-]
 
 
 def _trusted_config(
@@ -77,6 +74,9 @@ def _trusted_config(
     loaded = load_config(path, overrides)
     if with_tasks:
         loaded.require_tasks()
+    loaded.require_files()
+    for note in loaded.notes:
+        say(f"note: {note}", error=True)
     from penstock.store.trust import check_config
 
     check_config(path, trust=trust)
@@ -93,6 +93,20 @@ def _show_version(value: bool) -> None:
     if value:
         say(f"penstock {__version__}")
         raise typer.Exit
+
+
+@app.command(rich_help_panel="Look")
+def version(
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="With what a bug report needs.")
+    ] = False,
+) -> None:
+    """Print the version; with --verbose also libraries, devices, kernels and the sandbox's level."""
+    from penstock.inspection.environment import environment_lines
+
+    say(f"penstock {__version__}")
+    for line in environment_lines() if verbose else ():
+        say(line)
 
 
 @app.callback()
@@ -174,24 +188,6 @@ def scale(
     say(scale_run(_folder(run).path, setting))
 
 
-@app.command("eval", rich_help_panel="Run")
-def evaluate(
-    arguments: Arguments = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for one JSONL file of samples per task.")
-    ] = None,
-    trust: Trust = False,
-) -> None:
-    """Evaluate a config's model, a run's newest checkpoint, or a model folder on the evaluation tasks.
-
-    A model folder needs its tasks as settings: eval.tasks.NAME.data=FILE.
-    """
-    from penstock.run.session import evaluate_once
-
-    path, overrides = split_words(arguments or [])
-    evaluate_once(path, overrides, out, trusted=trust)
-
-
 @app.command(rich_help_panel="Look")
 def audit(
     run: Run,
@@ -215,6 +211,28 @@ def runs(
     from penstock.inspection.runs import list_runs, print_runs
 
     print_runs(list_runs(folder), console(), as_json=json_out)
+
+
+@app.command(rich_help_panel="Run")
+def rm(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Run folders.", autocompletion=_run_names),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove runs with their journals and checkpoints; one that is under way is refused."""
+    from penstock.inspection.runs import folder_size
+    from penstock.store.run_folder import delete
+    from penstock.store.space import size_text
+
+    folders = [_folder(run) for run in runs]
+    for folder in folders:
+        size = size_text(folder_size(folder.path))
+        if not yes:
+            typer.confirm(f"remove {folder.path} ({size})?", abort=True, err=True)
+        delete(folder)
+        say(f"removed {folder.path} ({size})")
 
 
 @app.command(rich_help_panel="Look")
@@ -262,6 +280,10 @@ def backup(
 def export(
     run: Run,
     to: Annotated[Path, typer.Option(help="The new folder.")],
+    step: Annotated[
+        str | None,
+        typer.Option(metavar="N|best", help="The step of a checkpoint; best: by its evaluation."),
+    ] = None,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Only the low-rank adapters, as peft loads them.")
     ] = False,
@@ -273,10 +295,10 @@ def export(
         bool, typer.Option("--public", help="Make a new hub repository public; default: private.")
     ] = False,
 ) -> None:
-    """Write a run's newest model, its tokenizer and a model card made from the journal to a folder."""
+    """Write a run's model, by default the newest, its tokenizer and a model card made from the journal to a folder."""
     from penstock.inspection.export import export_run, push_to_hub
 
-    folder = export_run(_folder(run), to, adapter=adapter)
+    folder = export_run(_folder(run), to, adapter=adapter, step=step)
     say(folder)
     if push is not None:
         say(push_to_hub(folder, push, public=public))
@@ -329,25 +351,6 @@ def rollouts(
     from penstock.inspection.rollout_viewer import show_rollouts
 
     show_rollouts(_folder(run), where=where, step=step, task=task, limit=limit, as_json=json_out)
-
-
-@app.command(rich_help_panel="Look")
-def generate(
-    prompt: Annotated[list[str], typer.Option(help="A prompt; may be given several times.")],
-    arguments: Arguments = None,
-    samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 1,
-    raw: Annotated[
-        bool, typer.Option(help="Send the prompt as it is, without the chat template.")
-    ] = False,
-) -> None:
-    """Sample from a config's model and print every token with its log-probability."""
-    from penstock.rollout.evaluation.generate import describe, generate_samples
-    from penstock.run import preflight
-
-    settings = _trusted_config(arguments, with_tasks=False)
-    preflight.check_engine(settings)
-    for line in describe(generate_samples(settings, prompt, num_generations=samples, raw=raw)):
-        say(line)
 
 
 @app.command(rich_help_panel="Prepare")
@@ -477,6 +480,9 @@ def score(
 sandbox_app = typer.Typer(no_args_is_help=True, help="Run untrusted code in a sandbox.")
 app.add_typer(sandbox_app, name="sandbox", rich_help_panel="Rewards")
 app.command(rich_help_panel="Look")(dashboard)
+app.command("eval", rich_help_panel="Run")(evaluate)
+app.command(rich_help_panel="Look")(generate)
+app.command(rich_help_panel="Look")(chat)
 
 
 @sandbox_app.command("check")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 import types
@@ -396,3 +397,43 @@ def test_a_module_that_was_made_without_a_spec_can_be_named(
     module.__dict__["double"] = lambda number: 2 * number
     monkeypatch.setitem(sys.modules, "made_by_hand", module)
     assert load("reward", "made_by_hand:double", {})(4) == 8
+
+
+def test_files_are_looked_for_beside_the_config_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    for name in ("reward.py", "rules.py", "train.jsonl", "model.txt"):
+        (tmp_path / "mine" / name).touch()
+    (tmp_path / "here.jsonl").touch()
+    path = tmp_path / "mine" / "train.toml"
+    path.write_text(
+        "[tasks.a]\ndata = 'train.jsonl'\nrewards = [{type = 'reward.py:score'}, {type = 'rules:f'}]\n"
+        "[tasks.b]\ndata = 'here.jsonl'\n[tasks.c]\ndata = 'addition'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    loaded = load_config("mine/train.toml")
+    loaded.require_files()
+    tasks = loaded.config.tasks
+    assert [task.data for task in tasks.values()] == [
+        *("mine/train.jsonl", "here.jsonl", "addition")
+    ]
+    types = [reward.type for reward in tasks["a"].rewards]
+    assert types == ["mine/reward.py:score", "mine/rules.py:f"]
+    monkeypatch.chdir(tmp_path / "mine")
+    inside = load_config("train.toml").config.tasks["a"]
+    assert (inside.data, inside.rewards[0].type) == ("train.jsonl", "reward.py:score")
+
+
+def test_a_file_that_is_in_neither_place_is_told_with_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    path = tmp_path / "mine" / "train.toml"
+    path.write_text("[tasks.a]\nrewards = [{type = 'no.py:score'}]\n")
+    monkeypatch.chdir(tmp_path)
+    both = f"tried {tmp_path / 'mine' / 'no.py'} and {tmp_path / 'no.py'}"
+    with pytest.raises(UserError, match=re.escape(both)) as caught:
+        load_config("mine/train.toml").require_files()
+    assert "tasks.a.rewards[0].type: got 'no.py:score'" in str(caught.value)
+    load_config("mine/train.toml", ["tasks.a.rewards=[]"]).require_files()

@@ -15,7 +15,13 @@ from penstock.config import EvalTaskConfig, RewardConfig, TaskConfig
 from penstock.config.source import validate
 from penstock.data import Dataset, load_dataset, validate_source
 from penstock.data.chat import ChatTemplate, load_tokenizer
-from penstock.data.dataset import Example, check_context, count_overlap, read_examples
+from penstock.data.dataset import (
+    Example,
+    check_context,
+    count_duplicates,
+    count_overlap,
+    read_examples,
+)
 from penstock.data.source import Records
 from penstock.errors import UserError
 from penstock.run import preflight
@@ -92,7 +98,10 @@ def test_test_cases_stand_in_for_an_answer(tmp_path: Path) -> None:
     [
         ("{broken", "not valid JSON: .* at column 2"),
         ("[1, 2]", "got a list, allowed: a JSON object"),
-        ({"text": "hi", "gt_answer": "2"}, "got no prompt, allowed: .*messages, prompt, question"),
+        (
+            {"text": "hi", "gt_answer": "2"},
+            "got no prompt; the record has: text, gt_answer; allowed: .*messages, prompt, question.* columns = { prompt = FIELD }",
+        ),
         ({"messages": "hi", "gt_answer": "2"}, "messages: got a string"),
         ({"messages": [], "gt_answer": "2"}, "messages: got a list"),
         ({"messages": [5], "gt_answer": "2"}, "got a number, allowed: an object with role"),
@@ -370,3 +379,35 @@ def test_overlap_depends_on_who_says_it() -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     swapped = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
     assert count_overlap([turns], [swapped]) == 0
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt", "answer"),
+    [
+        ({"instruction": "Add", "input": "1+1", "output": "2"}, "Add\n\n1+1", "2"),
+        ({"instruction": "Add 1+1", "input": "", "output": "2"}, "Add 1+1", "2"),
+        (
+            {"conversations": [{"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}]},
+            "1+1",
+            "2",
+        ),
+    ],
+)
+def test_records_of_alpaca_and_sharegpt_are_read(
+    tmp_path: Path, record: dict, prompt: str, answer: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    (example,) = read_examples(Records(str(tmp_path / "a.jsonl"), {}, 0), TaskConfig())
+    assert [m["content"] for m in example.messages if m["role"] == "user"] == [prompt]
+    assert example.gt_answer == answer
+
+
+def test_a_table_with_semicolons_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('prompt;gt_answer\n"1;1";2\n')
+    (example,) = read_examples(Records(str(tmp_path / "a.csv"), {}, 0), TaskConfig())
+    assert (example.messages[0]["content"], example.gt_answer) == ("1;1", "2")
+
+
+def test_repeated_prompts_are_counted() -> None:
+    prompts = [({"role": "user", "content": text},) for text in ("a", "b", "A ", "a")]
+    assert count_duplicates(prompts) == 2

@@ -37,6 +37,7 @@ RULES = (
     ("train.groups_per_step", "the recorded progress counts batches of this size"),
     ("train.ptx.data", "the position in the text stream refers to it"),
     ("train.masters", "the masters were started with it, and merged adapters are rounded by it"),
+    ("train.stop_when", FREE),
     ("train.*", UPDATE),
     ("sync.every_steps", "the staleness of the recorded groups is measured in it"),
     ("sync.*", FREE),

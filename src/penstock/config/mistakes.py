@@ -56,6 +56,14 @@ REMOVED = {
     "track.rollouts_per_log": "leave it out: 4 groups are written each time; `penstock rollouts` shows all",
 }
 
+_PARAMETERS = {  # of settings, and of a word of TRL, whose parameter has another name
+    "callbacks": "on_step",
+    "model.path": "model",
+    "algorithm.name": "algorithm",
+    "tasks.NAME.rewards": "reward",
+    "train.stop_when": "early_stop",
+}
+
 
 def explain(
     error: ValidationError, tree: type[BaseModel], *, place: str = "", of_a_run: bool = False
@@ -126,6 +134,23 @@ def nearest_key(key: str, valid: Sequence[str], *, with_foreign: bool) -> str:
         return ours
     near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5) or same_name
     return near[0] if near else ""
+
+
+def nearest_parameter(
+    name: str, value: object, parameters: Sequence[str], tree: type[BaseModel]
+) -> str:
+    """The parameter or the setting that an unknown parameter probably means, as a question."""
+    near = difflib.get_close_matches(name, parameters, n=1, cutoff=0.7)
+    key = key_of_word(name.lower()).replace("tasks.train.", "tasks.NAME.")
+    if name in _PARAMETERS:
+        return f"; did you mean {_PARAMETERS[name]}?"
+    if not key and near:
+        return f"; did you mean {near[0]}?"
+    key = key or nearest_key(name, list(valid_keys(tree)), with_foreign=True)
+    parameter = _PARAMETERS.get(key, key.rpartition(".")[2])
+    if parameter in parameters:
+        return f"; did you mean {parameter}?"
+    return f"; did you mean settings={{{key!r}: {value!r}}}?" if key else ""
 
 
 # ---- a mistake as pydantic reports it

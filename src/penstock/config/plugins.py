@@ -40,6 +40,38 @@ def python_objects(objects: Mapping[str, Any]) -> Iterator[None]:
         _python_objects.reset(token)
 
 
+def python_object(name: str) -> Any:
+    """The object that the program gave under this name; None if there is none."""
+    return _python_objects.get().get(name)
+
+
+def importable(target: Any) -> str:
+    """`module:name` if a new process can import the object; else the empty string."""
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", "")
+    if module in (None, "__main__") or not str(name).isidentifier():
+        return ""
+    imported = sys.modules.get(str(module))
+    is_same = getattr(imported, name, None) is target
+    return f"{module}:{name}" if is_same and getattr(imported, "__spec__", None) else ""
+
+
+def name_object(target: Any, objects: dict[str, Any]) -> str:
+    """Add the object under a name of its own; return what a config calls it."""
+    if not callable(target) and not hasattr(target, "score"):
+        raise UserError(
+            f"reward: got {target!r}, allowed: a name, a function, a dict with type, or a list of these"
+        )
+    base = str(getattr(target, "__name__", type(target).__name__))
+    base = base if base.isidentifier() else "reward"
+    name = next(
+        n
+        for n in (base, *(f"{base}_{i}" for i in range(2, 1000)))
+        if objects.get(n, target) is target
+    )
+    objects[name] = target
+    return f"{PYTHON}{name}"
+
+
 def fingerprint(name: str) -> str:
     """Twelve digits that depend on the source of a `python:NAME` object; empty without such an object."""
     target = _python_objects.get().get(name.removeprefix(PYTHON))
@@ -119,9 +151,10 @@ def _load_python_object(kind: str, name: str) -> Any:
     try:
         return _python_objects.get()[name.removeprefix(PYTHON)]
     except KeyError:
+        what = "agent" if kind.endswith("agent") else "reward"
         raise UserError(
             f"{kind}: got {name!r}, a function of the Python program that began the run; "
-            "allowed: the function again, from Python: penstock.resume(RUN, reward=FUNCTION), "
+            f"allowed: the function again, from Python: penstock.resume(RUN, {what}=FUNCTION), "
             "or evaluate in place of resume"
         ) from None
 

@@ -377,6 +377,9 @@ class TrainConfig(Section):
     episodes: float | None = Field(None, gt=0)
     """Passes over the training prompts, as ceil(episodes x prompts / groups_per_step) steps; give this or steps.
     Groups that are refused (dynamic sampling) or dropped are drawn in addition."""
+    stop_when: list[str] = []
+    """End the run early when one holds: 'heldout/accuracy >= 0.95', 'heldout/accuracy stalls 3' (evaluations without a
+    new best), 'finding equal_rewards'."""
     groups_per_step: int = Field(32, ge=1)
     """Prompts per update."""
     mini_batches: int = Field(1, ge=1)
@@ -458,6 +461,8 @@ class CheckpointConfig(Section):
     """Updates between checkpoints; 0: ten minutes between them. The end of a run and Ctrl-C always write one."""
     keep: int = Field(2, ge=1)
     """How many checkpoints are kept, the newest ones."""
+    keep_best: str = ""
+    """A held-out score, TASK/accuracy or TASK/reward: each evaluated step is saved, and the best one is kept as well."""
 
 
 class JournalConfig(Section):

@@ -6,11 +6,13 @@ key, what was given, what is allowed, and the nearest valid key for a misspelt o
 
 from __future__ import annotations
 
+import glob
+import importlib.util
 import re
 import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -20,13 +22,17 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from penstock.config import Config
+from penstock.config.demo import context_length
 from penstock.config.mistakes import explain
+from penstock.config.plugins import parse
 from penstock.config.secrets import refuse_secrets
 from penstock.config.tree import leaves
 from penstock.errors import UserError
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # TOML takes none of them as they are
 _LENGTHS = {"train.steps": "episodes", "train.episodes": "steps"}  # a run has one of them
+_LOWERED = "lowered"
+_DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 DEMO_CONFIG = Path(__file__).parent / "demo" / "demo.toml"
 
 
@@ -35,7 +41,8 @@ class LoadedConfig:
     """A valid config and the origin of each value that is not a default."""
 
     config: Config
-    origins: dict[str, str]  # dotted key -> "file NAME" | "command line"
+    origins: dict[str, str]  # dotted key -> "file NAME" | "command line" | "lowered: WHY"
+    missing: dict[str, str] = field(default_factory=dict)  # key -> what is said of a file not there
 
     def origin(self, key: str) -> str:
         """Where the value of a key came from."""
@@ -45,6 +52,18 @@ class LoadedConfig:
                 return origin
         below = [origin for other, origin in self.origins.items() if other.startswith(f"{key}.")]
         return below[0] if below else "default"
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each default that was lowered."""
+        tree = dict(leaves(self.config.model_dump()))
+        lowered = {key: text for key, text in self.origins.items() if text.startswith(_LOWERED)}
+        return [f"{key} = {tree[key]}, {text}" for key, text in lowered.items()]
+
+    def require_files(self) -> None:
+        """Refuse a config file that names a file which is neither beside it nor in the shell's folder."""
+        for key, text in self.missing.items():
+            raise UserError(f"{key}: {text}")
 
     def require_tasks(self) -> None:
         """Refuse a config file without tasks: it would train the demo's in silence."""
@@ -61,13 +80,79 @@ def load_config(
     """Read and check a config; without a file, the demo's, or with `bare` the defaults alone."""
     source = DEMO_CONFIG if path is None else Path(path)
     tree = {} if bare else _read_toml(source)
+    missing: dict[str, str] = {}
+    if path is not None and not bare:
+        tree = _beside(tree, source.parent, "", missing)
     label = "built-in demo" if path is None else f"file {source}"
     origins = {key: label for key, _ in leaves(tree)} if tree else {}
     for key in _override(tree, overrides):
         origins = {k: v for k, v in origins.items() if not k.startswith(f"{key}.")}
         origins[key] = "command line"
+        missing = {k: v for k, v in missing.items() if not k.startswith(key)}
     refuse_secrets(tree)
-    return LoadedConfig(config=validate(tree), origins=origins)
+    loaded = LoadedConfig(config=validate(tree), origins=origins, missing=missing)
+    return _fit_context(loaded, tree)
+
+
+def _fit_context(loaded: LoadedConfig, tree: dict[str, Any]) -> LoadedConfig:
+    """The config with a default of `sampling.max_tokens` that leaves half of the model's context to the prompt."""
+    key, model = "sampling.max_tokens", loaded.config.model.path
+    is_local = model == "demo" or (Path(model).expanduser() / "config.json").is_file()
+    context = context_length(model) if is_local else None
+    default = loaded.config.sampling.max_tokens
+    if context is None or loaded.origin(key) != "default" or default <= context // 2:
+        return loaded
+    _put(tree, key, max(1, context // 2))
+    why = f"{_LOWERED} from {default}: the context of the model {model} has {context} tokens"
+    return LoadedConfig(validate(tree), {**loaded.origins, key: why}, loaded.missing)
+
+
+# ---- files that a config names
+
+
+def _beside(value: Any, folder: Path, key: str, missing: dict[str, str]) -> Any:
+    """The tree with each file that lies beside the config named by its path from the shell's folder.
+
+    A file that is not there keeps its name, which then counts from the shell's folder; `missing` gets a
+    sentence for each that is in neither place.
+    """
+    if isinstance(value, dict):
+        return {
+            name: _beside(item, folder, f"{key}.{name}".removeprefix("."), missing)
+            for name, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_beside(item, folder, f"{key}[{i}]", missing) for i, item in enumerate(value)]
+    if not isinstance(value, str) or not value:
+        return value
+    name, mark, attribute = value, "", ""
+    if code := parse(value):
+        (name, attribute), mark = code, ":"
+        if not name.endswith(".py"):  # a module
+            file = folder / f"{name.replace('.', '/')}.py"
+            is_own = file.is_file() and not importlib.util.find_spec(name.partition(".")[0])
+            return f"{file}:{attribute}" if is_own else value
+    elif not _may_be_a_path(key, value):
+        return value
+    if (folder / name).exists() or ("*" in name and glob.glob(str(folder / name))):
+        return f"{folder / name}{mark}{attribute}"
+    is_file = bool(mark) or Path(name).suffix in _DATA_FILES
+    if is_file and "*" not in name and not Path(name).expanduser().exists():
+        places = dict.fromkeys(str((place / name).absolute()) for place in (folder, Path()))
+        missing[key] = f"got {value!r}, allowed: a file that exists; tried {' and '.join(places)}"
+    return value
+
+
+def _may_be_a_path(key: str, value: str) -> bool:
+    """Whether a setting may name a file or a folder, and the value is no name such as `addition`."""
+    last = key.rpartition(".")[2]
+    if last in ("path", "tokenizer", "reference"):
+        return value != "demo" and not value.startswith("~")
+    in_options = any(part.partition("[")[0].endswith("options") for part in key.split(".")[:-1])
+    is_name = (
+        "://" in value or value.startswith(("~", "RUN/")) or not ("/" in value or "." in value)
+    )
+    return (last == "data" or in_options) and not is_name
 
 
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
@@ -215,7 +300,7 @@ def _lines(
     section: BaseModel, tree: dict[str, Any], prefix: str, loaded: LoadedConfig, only: str
 ) -> Iterator[str]:
     settings, tables = list[str](), list[str]()
-    for name, field in type(section).model_fields.items():
+    for name, info in type(section).model_fields.items():
         value, key = getattr(section, name), f"{prefix}{name}"
         if isinstance(value, BaseModel):
             tables += _lines(value, tree[name], f"{key}.", loaded, only)
@@ -223,8 +308,8 @@ def _lines(
             for item, inner in value.items():
                 table = f"{key}.{toml_key(item)}."
                 tables += _lines(inner, tree[name][item], table, loaded, only)
-        elif only in key.lower() or only in (field.description or "").lower():
-            settings += _setting(name, tree[name], field, loaded.origin(key))
+        elif only in key.lower() or only in (info.description or "").lower():
+            settings += _setting(name, tree[name], info, loaded.origin(key))
     if settings and prefix:
         yield f"[{prefix.removesuffix('.')}]"
     yield from settings

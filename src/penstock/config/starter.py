@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +78,9 @@ def _sample(answers: Answers) -> dict[str, str]:
     return {"train.jsonl": "".join(lines[:200]), "test.jsonl": "".join(lines[200:])}
 
 
-def _reward(folder: Path, answers: Answers) -> str:
+def _reward(answers: Answers) -> str:
     if answers.reward == "own":
-        return f'[{{ type = "{(folder / "reward.py").as_posix()}:score" }}]'
+        return '[{ type = "reward.py:score" }]'
     if answers.reward == "boxed":
         return '[{ type = "boxed" }]'
     return '[{ type = "think_answer_tags", options = { equality = "numeric" } }]'
@@ -88,19 +89,13 @@ def _reward(folder: Path, answers: Answers) -> str:
 def _config(folder: Path, answers: Answers) -> str:
     demo = answers.model == "demo"
     tokens = answers.max_tokens or (DEMO_TOKENS if demo else OTHER_TOKENS)
-    data = answers.data or (folder / "train.jsonl").as_posix()
+    data = _from(folder, answers.data) or "train.jsonl"
     system = "" if demo else f"system_prompt = {toml_value(_ASK[answers.reward])}\n"
-    rewards = _reward(folder, answers)
-    evaluation = (
-        ""
-        if answers.data
-        else _EVALUATION.format(
-            test=toml_value((folder / "test.jsonl").as_posix()), rewards=rewards
-        )
-    )
+    rewards = _reward(answers)
+    evaluation = "" if answers.data else _EVALUATION.format(rewards=rewards)
     text = _CONFIG.format(
         path=(folder / "train.toml").as_posix(),
-        model=toml_value(answers.model),
+        model=toml_value(_from(folder, answers.model)),
         data=toml_value(data),
         system=system,
         rewards=rewards,
@@ -111,6 +106,13 @@ def _config(folder: Path, answers: Answers) -> str:
         evaluation=evaluation,
     )
     return "\n".join(map(_with_comment, text.split("\n")))
+
+
+def _from(folder: Path, path: str) -> str:
+    """A relative path as the config in the folder names it; a name or an absolute path as it is."""
+    if not path or Path(path).is_absolute() or not Path(path).exists():
+        return path
+    return Path(os.path.relpath(path, folder)).as_posix()
 
 
 def _with_comment(line: str) -> str:
@@ -125,7 +127,7 @@ def _with_comment(line: str) -> str:
 
 
 _CONFIG = """\
-# Written by penstock init. Any key can also be given on the command line: penstock train {path} train.lr=5e-6
+# Written by penstock init. Paths are relative to this file. Any key can also be given on the command line: penstock train {path} train.lr=5e-6
 #   penstock check {path}     rehearse the run on three prompts, with an estimate of memory and time
 #   penstock train {path}     train
 #   penstock config {path}    print every setting, with its meaning and the allowed values
@@ -161,6 +163,6 @@ every_steps = 10
 sampling = {{ temperature = 1.0 }}  # as the policy samples; 0 is greedy
 
 [eval.tasks.test]
-data = {test}                 # problems that are not trained on
+data = "test.jsonl"           # problems that are not trained on
 rewards = {rewards}
 """

@@ -12,20 +12,22 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from penstock.config import Config, EvalTaskConfig, RewardConfig, TaskDataConfig
-from penstock.config.demo import model_file, resolve_model_path
+from penstock.config.demo import context_length
 from penstock.data import demonstration, reasoning_gym
 from penstock.data.chat import ChatTemplate
 from penstock.data.source import BadRecord, Content, Records
 from penstock.errors import UserError
 from penstock.types import Prompt
 
-PROMPT_FIELDS = ("messages", "prompt", "question", "problem")
+PROMPT_FIELDS = ("messages", "prompt", "question", "problem", "instruction", "conversations")
 ANSWER_FIELDS = ("gt_answer", "answer", "solution", "ground_truth")
+SPEAKERS = {"human": "user", "gpt": "assistant"}  # as ShareGPT names them
 VERL_ANSWER = ("reward_model", "ground_truth")  # where verl's layout has the answer
 GSM8K_MARK = "####"
 TOKENIZE_BATCH = 1024  # most prompts of one call of the tokenizer
@@ -214,16 +216,6 @@ def _check_lengths(
     return fits
 
 
-def context_length(model: str) -> int | None:
-    """The most tokens of a sequence; None if the model does not say or is not on this machine."""
-    file = model_file(resolve_model_path(model), "config.json")
-    if file is None:
-        return None
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    length = settings.get("text_config", settings).get("max_position_embeddings")
-    return length if isinstance(length, int) and length > 0 else None
-
-
 def check_context(config: Config, datasets: Mapping[str, Dataset]) -> None:
     """Refuse a task whose longest prompt and longest response do not fit into the model together."""
     context = context_length(config.model.path)
@@ -267,6 +259,23 @@ def validate_source(
             return
         for _ in read_examples(_records(task), task, readers=readers):
             pass
+
+
+def first_prompts(task: TaskDataConfig, count: int, seed: int = 0) -> tuple[list[Prompt], bool]:
+    """The first prompts of a task, without tokens, and whether they are lists of messages."""
+    examples = list(islice(read_examples(_records(task, seed), task), count))
+    prompts = [
+        Prompt(
+            prompt_id=f"line {example.line}",
+            messages=example.messages,
+            token_ids=np.zeros(1, np.int32),
+            gt_answer=example.gt_answer,
+            test_cases=example.test_cases,
+            extra=example.extra,
+        )
+        for example in examples
+    ]
+    return prompts, bool(examples) and examples[0].is_chat
 
 
 def read_examples(
@@ -357,7 +366,11 @@ def _parse_record(
         raise BadRecord(f"got {_kind(record)}, allowed: a JSON object")
     prompt_field = _first_present(record, _chosen(PROMPT_FIELDS, columns))
     if prompt_field is None:
-        raise BadRecord(f"got no prompt, allowed: one of the fields {', '.join(PROMPT_FIELDS)}")
+        raise BadRecord(
+            f"got no prompt; the record has: {_names(record)}; allowed: one of the fields "
+            f"{', '.join(PROMPT_FIELDS)}, or columns = {{ prompt = FIELD }}"
+        )
+    record = _as_messages(record, prompt_field)
     answer = _parse_answer(record, columns)
     test_cases = _parse_test_cases(record.get("test_cases"))
     if needs_answer and answer is None and test_cases is None:
@@ -374,6 +387,35 @@ def _parse_record(
         extra={key: value for key, value in record.items() if key not in used},
         is_chat=not isinstance(record[prompt_field], str),
     )
+
+
+def _as_messages(record: dict[str, Any], prompt_field: str) -> dict[str, Any]:
+    """The record with an Alpaca instruction or a ShareGPT conversation as its prompt.
+
+    An instruction continues with `input`. Its `output`, and the last answer of a conversation, is the right
+    answer of a record without one.
+    """
+    value = record[prompt_field]
+    known = _first_present(record, ANSWER_FIELDS) is not None
+    if prompt_field == "instruction" and isinstance(value, str):
+        text = f"{value}\n\n{record['input']}" if record.get("input") else value
+        answer = {} if known else {"gt_answer": record.get("output")}
+        return {**record, "instruction": text, **answer}
+    if prompt_field != "conversations" or not isinstance(value, list):
+        return record
+    turns = [
+        {
+            "role": SPEAKERS.get(str(turn["from"]), turn["from"]),
+            "content": turn.get("value"),
+        }
+        if isinstance(turn, dict) and "from" in turn
+        else turn
+        for turn in value
+    ]
+    if turns and isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant":
+        last = turns.pop().get("content")
+        return {**record, "conversations": turns, **({} if known else {"gt_answer": last})}
+    return {**record, "conversations": turns}
 
 
 def _chosen(fields: Sequence[str], columns: Mapping[str, str]) -> Sequence[str]:
@@ -467,6 +509,12 @@ def count_overlap(
     known = set(wanted)
     trained = {mark for messages in training if (mark := _text_digest(messages)) in known}
     return sum(mark in trained for mark in wanted)
+
+
+def count_duplicates(prompts: Iterable[Sequence[Mapping[str, Any]]]) -> int:
+    """How many prompts have the text of an earlier one."""
+    marks = [_text_digest(messages) for messages in prompts]
+    return len(marks) - len(set(marks))
 
 
 def _text_digest(messages: Sequence[Mapping[str, Any]]) -> bytes:

@@ -13,6 +13,7 @@ import glob
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import math
 import re
@@ -355,7 +356,12 @@ def _read_csv(path: Path, parts: ContentHash) -> Iterator[Row]:
     """Read rows under a header; an empty cell counts as absent."""
     csv.field_size_limit(2**31 - 1)  # a cell may be longer than Python's default of 128 KiB
     with io.TextIOWrapper(_open(path, parts), "utf-8-sig", newline="") as text:
-        rows = csv.reader(text, delimiter="\t" if ".tsv" in path.suffixes else ",")
+        first = text.readline()
+        by_semicolon = (
+            ";" in first and "," not in first
+        )  # as spreadsheets write it in many countries
+        delimiter = "\t" if ".tsv" in path.suffixes else ";" if by_semicolon else ","
+        rows = csv.reader(itertools.chain([first], text), delimiter=delimiter)
         header = next(rows, [])
         if len(set(header)) != len(header) or not all(header):
             raise UserError(

@@ -21,24 +21,23 @@ from penstock.files import visible, whole_folder
 from penstock.inspection.audit import take_audit
 from penstock.inspection.record import RunRecord, read_run, take_figures
 from penstock.inspection.track.console import draw_curves
+from penstock.rollout.evaluation.evaluate import best_step, read_scores
 from penstock.store.checkpoint import Checkpoint, CheckpointStore
 from penstock.store.run_folder import RunFolder
 
 CARD, CURVES = "README.md", "curves.svg"
 
 
-def export_run(folder: RunFolder, to: Path, *, adapter: bool = False) -> Path:
-    """Write the newest model of a run and its card to the new folder `to`; return that folder.
+def export_run(
+    folder: RunFolder, to: Path, *, adapter: bool = False, step: str | None = None
+) -> Path:
+    """Write a model of a run and its card to the new folder `to`; return that folder.
 
-    `adapter`: only the low-rank adapters, as peft loads them, and the tokenizer.
+    `adapter`: only the low-rank adapters, as peft loads them, and the tokenizer. `step`: see `choose_checkpoint`.
     """
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"to: got {to}, which exists already, allowed: a new folder")
-    checkpoint = CheckpointStore(folder.checkpoints).newest()
-    if checkpoint is None:
-        raise UserError(
-            f"run {folder.path}: got no valid checkpoint, allowed: a run that wrote one"
-        )
+    checkpoint = choose_checkpoint(folder, step)
     record = read_run(folder)
     try:
         with whole_folder(to) as draft:
@@ -49,6 +48,30 @@ def export_run(folder: RunFolder, to: Path, *, adapter: bool = False) -> Path:
     except OSError as error:
         raise RunError(f"export: {to} cannot be written: {error}") from error
     return to
+
+
+def choose_checkpoint(folder: RunFolder, step: str | None = None) -> Checkpoint:
+    """The newest valid checkpoint of a run, that of a step, or the one with the best held-out score, `best`."""
+    store = CheckpointStore(folder.checkpoints)
+    if step is None:
+        newest = store.newest()
+        if newest is None:
+            raise UserError(
+                f"run {folder.path}: got no valid checkpoint, allowed: a run that wrote one"
+            )
+        return newest
+    steps = store.steps()
+    chosen = int(step) if step.isdigit() else None
+    if step == "best":
+        scores = read_scores(folder.evaluations)
+        measure = folder.config().checkpoint.keep_best or next(iter(scores), "")
+        chosen = best_step(scores.get(measure, {}), steps)
+    if chosen not in steps or chosen is None:
+        there = ", ".join(map(str, sorted(steps))) or "none, the run wrote no checkpoint"
+        raise UserError(
+            f"--step: got {step}, allowed: a step that is kept and, for best, evaluated ({there})"
+        )
+    return store.of_step(chosen)
 
 
 def _copy_model(folder: RunFolder, checkpoint: Checkpoint, target: Path, *, adapter: bool) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +24,7 @@ from penstock.inspection.track.console import sparkline
 from penstock.inspection.track.logs import read_metrics, read_rows
 from penstock.rollout.evaluation.evaluate import SUMMARY
 from penstock.store.run_folder import CONFIG, JOURNAL, Owner, RunFolder
+from penstock.store.space import size_text
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,6 +40,7 @@ class RunLine:
     held_out: str = ""  # "heldout accuracy 0.344 -> 0.977"
     findings: int = 0
     changed_at: float = 0.0  # seconds since 1970
+    size_bytes: int = 0  # of all its files
     note: str = ""  # why its files cannot be read
 
 
@@ -45,7 +51,10 @@ def list_runs(folder: Path) -> list[RunLine]:
     found = [
         path for path in folder.iterdir() if (path / CONFIG).is_file() or (path / JOURNAL).is_file()
     ]
-    return sorted((read_line(RunFolder(path)) for path in found), key=lambda run: -run.changed_at)
+    lines = [read_line(RunFolder(path)) for path in found]
+    for path, line in zip(found, lines, strict=True):
+        line.size_bytes = folder_size(path)
+    return sorted(lines, key=lambda run: -run.changed_at)
 
 
 def read_line(folder: RunFolder) -> RunLine:
@@ -82,6 +91,16 @@ def _fill(line: RunLine, folder: RunFolder) -> None:
         line.state = "training"
     elif owner is Owner.KILLED and line.state == "stopped":
         line.state = "killed"
+
+
+def folder_size(path: Path) -> int:
+    """The bytes of all files below a folder; links count as links."""
+    total = 0
+    for parent, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # the run may be under way
+                total += os.lstat(os.path.join(parent, name)).st_size
+    return total
 
 
 def _numbers(rows: Sequence[Row], name: str) -> list[float]:
@@ -126,7 +145,7 @@ def print_runs(lines: Sequence[RunLine], console: Console, *, as_json: bool = Fa
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     if not is_narrow:
         table.add_column("")
-    for name in ("held out", "findings", "changed"):
+    for name in ("held out", "findings", *([] if is_narrow else ["size"]), "changed"):
         table.add_column(name, no_wrap=True)
     for line in lines:
         steps = f"{line.steps}/{line.total_steps}" if line.total_steps else str(line.steps)
@@ -141,9 +160,28 @@ def print_runs(lines: Sequence[RunLine], console: Console, *, as_json: bool = Fa
             *curve,
             Text(line.held_out.rpartition(" ")[2] if is_narrow else line.held_out),
             Text(str(line.findings) if line.findings else "", style="yellow"),
+            *([] if is_narrow else [size_text(line.size_bytes)]),
             _ago(time.time() - line.changed_at),
         )
     console.print(table, highlight=False)
+
+
+def html_table(line: RunLine, findings: Sequence[Mapping[str, Any]], path: Path) -> str:
+    """A run as a small table, which a notebook shows."""
+    rewards = [f"{value:.3f}" for value in line.rewards]
+    rows = {
+        "state": f"{line.state}, step {line.steps} of {line.total_steps}",
+        "reward": " -> ".join([*rewards[:1], *rewards[1:][-1:]]),
+        "held out": line.held_out,
+        "findings": ", ".join(finding["what"] for finding in findings),
+        "folder": str(path),
+    }
+    cells = "".join(
+        f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>"
+        for name, value in rows.items()
+        if value
+    )
+    return f"<table><caption>{escape(line.name)}</caption>{cells}</table>"
 
 
 _WIDE = 120  # columns of a terminal from which a line shows curves and whole scores

@@ -44,6 +44,7 @@ def print_summary(console: Console, folder: RunFolder) -> None:
     if model is not None:
         _path(console, "model", str(model))
         _path(console, "next", f"penstock rollouts {folder.path}")
+        _path(console, "next", f"penstock chat {folder.path}")
         _path(console, "next", f"penstock export {folder.path} --to FOLDER")
 
 

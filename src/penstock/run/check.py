@@ -20,8 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.config import Config, EvalConfig, SamplingConfig
+from penstock.config.demo import context_length
 from penstock.config.source import with_overrides
-from penstock.data.dataset import context_length
 from penstock.data.identity import MACHINE, measure
 from penstock.data.sampler import Sampler
 from penstock.engine.protocol import GenerationRequest, InferenceEngine, SamplingParams

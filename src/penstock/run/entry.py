@@ -8,14 +8,15 @@ folder. Import nothing heavy here: it would delay the start of the processes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import Config
 from penstock.config.changes import Change, allowed_changes
 from penstock.config.source import with_overrides
-from penstock.errors import UserError
+from penstock.errors import PenstockError, UserError
+from penstock.files import say
 from penstock.store import trust
 from penstock.workers.processes.process_worker import early_workers
 
@@ -30,7 +31,12 @@ def train(config: Config, own_data: Sequence[Path] = ()) -> RunFolder:
         from penstock.run.session import outside_a_loop, train_new
 
         preflight.check(config)
-        return outside_a_loop(lambda: train_new(config, own_data), saves=True)
+
+        def begin() -> RunFolder:
+            preflight.try_rewards(config)
+            return train_new(config, own_data)
+
+        return outside_a_loop(begin, saves=True)
 
 
 def resume(
@@ -53,6 +59,20 @@ def resume(
 
             check_journal(folder)  # raises if the journal is damaged, and says what to do
             raise
+        if not overrides and (rule := _ended_by(folder, config)):
+            say(
+                f"{folder.path} was ended by train.stop_when ({rule}); go on with: "
+                f"penstock resume {folder.path} 'train.stop_when=[]'",
+                error=True,
+            )
+            return
+        if not overrides and (steps := _finished_steps(folder, config)):
+            say(
+                f"{folder.path} is finished ({steps} of {steps} steps); go on with: "
+                f"penstock resume {folder.path} train.steps={2 * steps}",
+                error=True,
+            )
+            return
         is_fork = folder.origin() is not None  # its trainer needs no process
         with nullcontext() if is_fork else early_workers(config):
             from penstock.run.session import outside_a_loop, resume_run
@@ -77,3 +97,35 @@ def _settings(
     before = absolute_paths(eras[-1])
     config = absolute_paths(with_overrides(before, overrides))
     return config, allowed_changes(before, config, pinned=record)
+
+
+def _finished_steps(folder: RunFolder, config: Config) -> int:
+    """The steps of a run that has nothing left to do: trained, evaluated and saved; 0 for any other."""
+    from penstock.data.identity import TOTAL_STEPS
+    from penstock.inspection.track.logs import read_rows
+    from penstock.store.checkpoint import CheckpointStore
+    from penstock.store.journal import Journal
+
+    total = config.train.steps or int(folder.record().get(TOTAL_STEPS) or 0)
+    model = CheckpointStore(folder.checkpoints).newest_model()
+    if not total or model is None or model.parent.name != f"step-{total}":
+        return 0
+    try:
+        with closing(Journal.look(folder.journal)) as journal:
+            if journal.last_committed_step() < total:
+                return 0
+    except PenstockError:
+        return 0  # a resume tells what is wrong and what to do
+    summary = folder.evaluations / "summary.jsonl"
+    rows = read_rows(summary)[0] if summary.is_file() else []
+    evaluated = {row.get("task") for row in rows if row.get("step") == total}
+    return total if config.eval.tasks.keys() <= evaluated else 0
+
+
+def _ended_by(folder: RunFolder, config: Config) -> str:
+    """The rule that has ended a run before its last step, by its evaluations; empty: none has."""
+    if not config.train.stop_when:
+        return ""
+    from penstock.run.stop_rules import StopRules
+
+    return StopRules(config.train.stop_when, folder.evaluations).met()

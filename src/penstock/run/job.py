@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.config import Config, SamplingConfig, TaskDataConfig
+from penstock.config.demo import context_length
 from penstock.config.plugins import load
-from penstock.data.dataset import context_length
 from penstock.data.identity import TOTAL_STEPS, measure
 from penstock.data.sampler import PromptSource, Sampler
 from penstock.engine.protocol import InferenceEngine
@@ -45,9 +45,10 @@ from penstock.rollout import (
 from penstock.rollout.agent.build import build_agent
 from penstock.rollout.agent.function import FunctionAgent, InterruptedCalls
 from penstock.rollout.evaluation.background import Evaluations
-from penstock.rollout.evaluation.evaluate import EvalTask, choose_problems
+from penstock.rollout.evaluation.evaluate import EvalTask, best_or_pending, choose_problems
 from penstock.run.foundation import BatchSource, Foundation, NewestVersion, Status, lay_foundation
 from penstock.run.run_data import RunData, count_steps, left_behind, overlaps
+from penstock.run.stop_rules import StopRules
 from penstock.store.checkpoint import CheckpointStore
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
@@ -93,6 +94,7 @@ class Job:
     tracker: Fanout
     facts: dict[str, str] = field(default_factory=dict)  # what the run depends on (identity.py)
     start_report: list[str] = field(default_factory=list)  # how long each worker's stages took
+    stop_rules: StopRules = field(default_factory=StopRules)
 
     def log_step(self, batch: Batch, report: StepReport) -> None:
         """Look for findings, and give the metrics and some samples of a step to whoever shows them."""
@@ -103,6 +105,7 @@ class Job:
             metrics["memory/available_mib"] = memory
         self.findings.look(batch, metrics)
         metrics["findings/open"] = float(len(self.findings.open))
+        self.stop_rules.observe(metrics, self.findings.open)
         self.tracker.log_step(batch.step, metrics)
         self.rollout_log.write(batch)
 
@@ -186,7 +189,7 @@ async def open_job(
                 f"note: train.episodes {config.train.episodes:g} is {total_steps} steps of trained groups; "
                 "refused groups are drawn in addition, so the run passes over its prompts more often"
             )
-        for text in doubts:
+        for text in [*doubts, *data.duplicates()]:
             job.notes.add(text)
         job.findings.start(base.journal.last_committed_step(), job.facts)
         yield job
@@ -234,6 +237,7 @@ def join_parts(
         report=note,
         before_rename=base.journal.sync,
         after_prune=partial(_prune_payloads, base.journal, config),
+        also_kept=partial(best_or_pending, folder.evaluations, config.checkpoint.keep_best),
     )
     closing.push_async_callback(checkpoints.settle)
     evaluations = Evaluations(
@@ -266,6 +270,7 @@ def join_parts(
         tracker=tracker,
         facts=facts,
         start_report=list(start_report),
+        stop_rules=StopRules(config.train.stop_when, folder.evaluations),
     )
 
 

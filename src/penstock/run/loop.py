@@ -42,8 +42,10 @@ class Loop:
                 producing = self._tasks.create_task(job.source.run(), name="produce")
                 if self._evaluation_due():  # a resumed run evaluates what it had not yet
                     await self._start_evaluation()
-                while self.step < job.total_steps:
+                while self.step < job.total_steps and not job.stop_rules.met():
                     await self._one_step(self.step + 1)
+                if self.step < job.total_steps:
+                    job.tracker.note(f"ended after step {self.step}: {job.stop_rules.met()}")
                 await self._settle()
                 await job.evaluations.finished()
                 producing.cancel()
@@ -75,7 +77,8 @@ class Loop:
         job.log_step(batch, report)
         if self._evaluation_due():
             await self._start_evaluation()
-        if job.checkpoints.due(step):
+        scored = bool(job.config.checkpoint.keep_best) and self._evaluation_due()
+        if scored or job.checkpoints.due(step):
             job.status.doing(f"copying the state of step {step} for its checkpoint")
             await job.checkpoints.begin(job.trainer)
 

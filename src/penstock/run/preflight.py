@@ -7,6 +7,7 @@ they are loaded.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,18 +16,24 @@ from penstock import reward
 from penstock.config import Config, TaskDataConfig
 from penstock.config.plugins import check_name, load
 from penstock.data import validate_source
+from penstock.data.dataset import first_prompts, gives_own_reward
 from penstock.engine import ENGINES
-from penstock.errors import UserError
+from penstock.errors import RewardError, UserError
 from penstock.inspection.track import TRACKERS
 from penstock.model.parallel_plan import check_parallel
+from penstock.reward import VerifiableReward
+from penstock.reward.user import UserFunction
 from penstock.rollout.agent.build import check_agent
 from penstock.rollout.strategy import load_strategy
+from penstock.run.stop_rules import check_scores
 from penstock.store.space import available_mib
 from penstock.training import algo
 from penstock.training.algo.method import check_algorithm
+from penstock.types import Prompt, Rollout
 from penstock.weights import SYNC_KINDS, sync_kind
 from penstock.workers import LAUNCHERS
 
+_TRIED_PROMPTS, _TRIAL_S = 3, 20.0  # with which a user's reward is tried
 _WORKER_MIB = 100  # the least that a process with torch takes
 _OPTIONAL = ("vllm", "wandb", "ray")  # packages, and the extras that install them
 
@@ -78,6 +85,7 @@ def check(config: Config) -> None:
             )
     check_tasks("tasks", config.tasks.items())
     _check_eval_tasks(config)
+    check_scores(config)
 
 
 def check_for_evaluation(config: Config) -> None:
@@ -114,6 +122,45 @@ def check_tasks(key: str, tasks: Iterable[tuple[str, TaskDataConfig]]) -> None:
         except UserError as error:
             text = str(error)
             raise UserError(text if text.startswith(where) else f"{where}: {text}") from None
+
+
+def try_rewards(config: Config) -> None:
+    """Call the user's functions that are rewards once; raise a UserError for one that fails on any response.
+
+    Without a trial a mistake shows when the workers have started and 32 groups have failed.
+    """
+    for name, task in config.tasks.items():
+        functions = [entry for entry in task.rewards if entry.type not in reward.REWARDS]
+        if functions and not gives_own_reward(task):
+            prompts, is_chat = first_prompts(task, _TRIED_PROMPTS, config.seed)
+            judge = reward.build_reward(functions, max_tokens=1, is_chat=is_chat)
+            parts = [part for part in judge.parts if isinstance(part.reward, UserFunction)]
+            if parts and prompts:
+                asyncio.run(_try_reward(f"tasks.{name}", VerifiableReward(parts), prompts))
+
+
+async def _try_reward(where: str, judge: VerifiableReward, prompts: list[Prompt]) -> None:
+    """Score a made-up response to each prompt until one is scored."""
+    fault = None
+    for prompt in prompts:
+        answer = prompt.gt_answer or "1"
+        text = f"<think>{answer}</think><answer>{answer}</answer> \\boxed{{{answer}}}"
+        rollout = Rollout(
+            rollout_id=prompt.prompt_id, prompt_ids=prompt.token_ids, seed=0, text=text
+        )
+        try:
+            async with asyncio.timeout(_TRIAL_S):
+                size = 2 if judge.needs_group else 1
+                await judge.score_group([rollout] * size, [prompt] * size)
+            fault = None
+            break
+        except TimeoutError:
+            break  # slow, but not wrong
+        except RewardError as error:
+            fault = error
+    await judge.close()
+    if fault is not None and not isinstance(fault.__cause__, ValueError | LookupError):
+        raise UserError(f"{where}.rewards: a made-up response cannot be scored: {fault}")
 
 
 def check_model(path: str, key: str) -> None:

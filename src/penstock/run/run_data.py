@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from penstock.config import Config, TaskDataConfig
 from penstock.data import Dataset, load_dataset
 from penstock.data.chat import ChatTemplate
-from penstock.data.dataset import check_context, count_overlap
+from penstock.data.dataset import check_context, count_duplicates, count_overlap
 from penstock.data.identity import OVERLAP
 from penstock.reward import fields_read
 
@@ -50,6 +50,15 @@ class RunData:
     @classmethod
     async def read(cls, config: Config, with_training: bool = True) -> RunData:
         return await left_behind(lambda: cls.load(config, with_training))
+
+    def duplicates(self) -> list[str]:
+        """A line for each training task that has the same prompt more than once."""
+        counts = {name: count_duplicates(data.messages()) for name, data in self.train.items()}
+        return [
+            f"note: tasks.{name}: {again} of {len(self.train[name])} prompts are repeated"
+            for name, again in counts.items()
+            if again
+        ]
 
     def by_key(self) -> dict[str, Dataset]:
         """The datasets by the key that names each, such as `tasks.math.data`."""

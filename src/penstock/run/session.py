@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -46,6 +47,7 @@ from penstock.run.recover import (
 from penstock.run.replay import check_run, make_fork, open_fork
 from penstock.run.run_data import in_thread
 from penstock.store import run_folder, trust
+from penstock.store.checkpoint import MANIFEST, CheckpointStore
 from penstock.store.run_folder import RunFolder
 from penstock.training.algo.doubts import algorithm_doubts
 from penstock.types import StepReport
@@ -161,6 +163,8 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool, accept: bo
     except (PenstockError, OSError) as error:
         kind = "" if isinstance(error, StopRequested) else "error: "
         NoteLog(folder.logs / "run.log").note(f"{kind}{' '.join(str(error).split())}")
+        if kind and not isinstance(error, UserError):
+            (folder.logs / "traceback.txt").write_text(traceback.format_exc(), encoding="utf-8")
         raise
 
 
@@ -411,16 +415,34 @@ async def _evaluate(config: Config, out: Path | None) -> list[EvalResult]:
 
 
 def model_config(path: str | None, overrides: Sequence[str], *, trusted: bool = False) -> Config:
-    """Load the config of a config file, of a bare model, or of a run with its newest weights."""
+    """The config whose model generate, eval and chat use; refuse a model or engine that cannot work.
+
+    path: a config file, a model folder, a hub name, a checkpoint, or a run, whose newest weights are used.
+    """
+    config = _model_config(path, overrides, trusted)
+    from penstock.run import preflight
+
+    preflight.check_engine(config)
+    return config
+
+
+def _model_config(path: str | None, overrides: Sequence[str], trusted: bool) -> Config:
     if path is None or Path(path).is_file():
-        config = load_config(path, overrides).config
+        loaded = load_config(path, overrides)
+        loaded.require_files()
         trust.check_config(path, trust=trusted)
-        return config
+        return loaded.config
+    if (Path(path) / MANIFEST).is_file():
+        path = str(Path(path) / "model")  # a checkpoint
     if path == "demo" or (Path(path) / "config.json").is_file() or _is_hub_name(path):
         return load_config(None, [f"model.path={path}", *overrides], bare=True).config
-    folder = run_folder.find(path)
-    from penstock.store.checkpoint import CheckpointStore
-
+    try:
+        folder = run_folder.find(path)
+    except UserError:
+        raise UserError(
+            f"model: got {path!r}, allowed: a config file, a run (its folder, or its name in runs/), a "
+            "model folder (one with config.json), a hub name owner/name, or demo"
+        ) from None
     newest = CheckpointStore(folder.checkpoints).newest()
     if newest is None:
         raise UserError(f"run {path}: got no valid checkpoint, allowed: a run that wrote one")

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -62,12 +62,14 @@ class CheckpointStore:
         report: Callable[[str], None] = lambda text: None,
         before_rename: Callable[[], None] = lambda: None,
         after_prune: Callable[[int], None] = lambda oldest_step: None,
+        also_kept: Callable[[list[int]], Collection[int]] = lambda steps: (),
     ) -> None:
         self._folder = folder
         self._settings = settings or CheckpointConfig()
         self._report = report
         self._before_rename = before_rename  # makes the journal durable up to the checkpoint's step
         self._after_prune = after_prune  # told the step of the oldest checkpoint that is kept
+        self._also_kept = also_kept  # of the checkpoints' steps, those that are kept however old
         self._writing: asyncio.Task[Checkpoint | None] | None = None
         self._last: Checkpoint | None = None
         self._last_error, self._worker_died = "", False
@@ -168,6 +170,14 @@ class CheckpointStore:
                     return read_checkpoint(path)
         return None
 
+    def steps(self) -> list[int]:
+        """The steps of the complete checkpoints, the newest first."""
+        return [_step_of(path) for path in self._paths() if (path / MANIFEST).is_file()]
+
+    def of_step(self, step: int) -> Checkpoint:
+        """The checkpoint of a step; raise RunError if a file is missing or damaged."""
+        return read_checkpoint(self._folder / f"step-{step}")
+
     def after(self, step: int) -> list[Path]:
         """The checkpoints of later steps."""
         return [path for path in self._paths() if _step_of(path) > step]
@@ -229,7 +239,10 @@ class CheckpointStore:
     def _prune(self) -> None:
         paths = self._paths()
         kept, others = paths[: self._settings.keep], paths[self._settings.keep :]
+        also_kept = self._also_kept([_step_of(path) for path in paths]) if others else ()
         for path in others:
+            if _step_of(path) in also_kept:
+                continue
             with contextlib.suppress(OSError):  # one checkpoint too many does no harm
                 self._withdraw(path)
         self.sweep()

@@ -26,7 +26,7 @@ from penstock.config import Config
 from penstock.config.changes import differing
 from penstock.config.secrets import refuse_secrets
 from penstock.config.source import load_config, to_toml, validate
-from penstock.errors import UserError
+from penstock.errors import RunError, UserError
 from penstock.files import existing, network_file_system, sync, write_whole
 from penstock.store import trust
 from penstock.store.journal import Journal, is_empty
@@ -401,6 +401,18 @@ def remove(folder: RunFolder) -> None:
     with contextlib.suppress(OSError):
         for above in folder.made:
             above.rmdir()
+
+
+def delete(folder: RunFolder) -> None:
+    """Remove a run with all its files; refuse one that is under way."""
+    if folder.owner() is Owner.ALIVE:
+        raise UserError(f"run {folder.path}: it is under way, allowed: a run that has ended")
+    if folder.path.is_symlink():
+        raise UserError(f"run {folder.path}: got a link, allowed: the folder itself")
+    try:
+        shutil.rmtree(folder.path)
+    except OSError as error:
+        raise RunError(f"run {folder.path}: not all of it could be removed: {error}") from error
 
 
 def has_progress(path: Path) -> bool:

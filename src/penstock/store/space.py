@@ -65,7 +65,10 @@ class DiskWatch:
     def forecast(self, steps_done: int) -> str:
         """What the rest of the run will write, at most, and what is free, in one line."""
         journal = (self._total - steps_done) * _step_bytes(self._config)
-        checkpoint, keep = self._checkpoint_bytes(), self._config.checkpoint.keep + 1
+        checkpoint, keep = (
+            self._checkpoint_bytes(),
+            self._config.checkpoint.keep + 1 + bool(self._config.checkpoint.keep_best),
+        )
         free = self._free(self._folder)
         written = f"at most {size_text(journal)} of journal ({TOKEN} bytes a token)"
         if checkpoint:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from penstock.errors import UserError
@@ -48,3 +49,16 @@ def model_file(model: str, name: str) -> Path | None:
     except ValueError:  # a folder that is gone, not a hub name
         return None
     return Path(cached) if isinstance(cached, str) else None
+
+
+def context_length(model: str) -> int | None:
+    """The most tokens of a sequence; None if the model does not say or is not on this machine."""
+    file = model_file(resolve_model_path(model), "config.json")
+    if file is None:
+        return None
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        length = settings.get("text_config", settings).get("max_position_embeddings")
+    except (ValueError, AttributeError):  # told where the model is loaded
+        return None
+    return length if isinstance(length, int) and length > 0 else None

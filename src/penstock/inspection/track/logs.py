@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import Config
-from penstock.config.plugins import load
+from penstock.config.plugins import load, python_object
 from penstock.files import free_name, say, visible, write_whole
 from penstock.inspection.track import TRACKERS
 from penstock.types import Batch, Finding, Group, Rollout, StepReport, expand_segments
@@ -198,6 +198,18 @@ _EVENTS_IN_WORDS = {
 }
 
 
+class StepCallback(Tracker):
+    """The function that a Python program gave as `on_step`: it gets the metrics of every step."""
+
+    NAME = "on_step()"  # among the program's objects; no function has such a name
+
+    def __init__(self, function: Callable[[dict[str, float]], object]) -> None:
+        self._function = function
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        self._function({"step": step, **metrics})
+
+
 class Fanout:
     """Hands each metric to every tracker; a tracker that fails is dropped with a note."""
 
@@ -210,6 +222,8 @@ class Fanout:
         fanout = cls({})
         fanout._trackers["jsonl"] = JsonlTracker(info.folder / "metrics.jsonl", fanout.note)
         fanout._trackers["log"] = NoteLog(info.folder / "logs" / "run.log")
+        if (callback := python_object(StepCallback.NAME)) is not None:
+            fanout._trackers["on_step"] = StepCallback(callback)
         for name in info.config.track.trackers:
             make = load("track.trackers", name, TRACKERS)
             try:

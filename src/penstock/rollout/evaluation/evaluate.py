@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -352,6 +352,33 @@ def not_evaluated(tasks: Sequence[EvalTask], folder: Path, step: int) -> list[Ev
     """The tasks without a result for that step, for a resumed run."""
     done = {line["task"] for line in _summaries(folder) if line["step"] == step}
     return [task for task in tasks if task.name not in done]
+
+
+def read_scores(folder: Path) -> dict[str, dict[int, float]]:
+    """The held-out scores by step: of TASK/accuracy and TASK/reward; a repeated evaluation counts last."""
+    scores: dict[str, dict[int, float]] = {}
+    for line in sorted(_summaries(folder), key=lambda line: line["step"]):
+        for measure in ("accuracy", "reward"):
+            if isinstance(value := line.get(measure), int | float):
+                scores.setdefault(f"{line['task']}/{measure}", {})[line["step"]] = float(value)
+    return scores
+
+
+def best_step(scores: Mapping[int, float], steps: Collection[int]) -> int | None:
+    """Of these steps the one with the highest score, the latest of equal ones; None: none has a score."""
+    return max(
+        (step for step in steps if step in scores), key=lambda s: (scores[s], s), default=None
+    )
+
+
+def best_or_pending(folder: Path, measure: str, steps: Collection[int]) -> set[int]:
+    """Of these steps the one with the best score, and those whose evaluation is not done; none without a measure."""
+    if not measure:
+        return set()
+    scores = read_scores(folder).get(measure, {})
+    pending = {step for step in steps if step > max(scores, default=0)}
+    best = best_step(scores, steps)
+    return pending if best is None else pending | {best}
 
 
 def _summaries(folder: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,8 @@ Loads the config's engine and returns the samples; scores and keeps nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,12 @@ from penstock.config import Config
 from penstock.config.plugins import load
 from penstock.data.chat import ChatTemplate
 from penstock.engine import ENGINES
-from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
+from penstock.engine.protocol import (
+    Generation,
+    GenerationRequest,
+    InferenceEngine,
+    SamplingParams,
+)
 from penstock.errors import EngineError
 from penstock.types import WeightHandle
 
@@ -41,19 +47,26 @@ def generate_samples(
     return asyncio.run(_generate(config, prompts, num_generations, raw))
 
 
-async def _generate(
-    config: Config, prompts: list[str], num_generations: int, raw: bool
-) -> list[Sample]:
-    chat = ChatTemplate.from_config(config.model)
-    requests = _requests(config, prompts, num_generations, raw, chat)
+@asynccontextmanager
+async def opened_engine(config: Config) -> AsyncIterator[InferenceEngine]:
+    """The config's first engine with the weights of `model.path`, until the block ends."""
     engine = load("engine.name", config.engine.name, ENGINES).from_config(
         config.of_engine(0), fetch=_no_weights, index=0
     )
     await engine.start()
     try:
-        generations = await engine.generate_many(requests)
+        yield engine
     finally:
         await engine.close()
+
+
+async def _generate(
+    config: Config, prompts: list[str], num_generations: int, raw: bool
+) -> list[Sample]:
+    chat = ChatTemplate.from_config(config.model)
+    requests = _requests(config, prompts, num_generations, raw, chat)
+    async with opened_engine(config) as engine:
+        generations = await engine.generate_many(requests)
     repeated = [prompt for prompt in prompts for _ in range(num_generations)]
     return [
         _sample(prompt, generation, chat)

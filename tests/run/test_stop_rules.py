@@ -1,0 +1,59 @@
+"""Rules that end a run early: what each looks at, and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.config.source import load_config
+from penstock.errors import UserError
+from penstock.run.stop_rules import StopRules, check_scores
+from penstock.types import Finding
+
+FINDING = Finding(name="equal_rewards", what="", since=1, evidence="", advice="")
+
+
+def write_scores(folder: Path, *scores: float) -> None:
+    rows = ({"task": "test", "step": n, "accuracy": score} for n, score in enumerate(scores))
+    (folder / "summary.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("rule", "scores", "holds"),
+    [
+        ("test/accuracy >= 0.9", [0.5, 0.8], False),
+        ("test/accuracy >= 0.9", [0.5, 0.9], True),
+        ("test/accuracy>=0.9", [0.95, 0.5], False),
+        ("test/accuracy <= 0.1", [0.05], True),
+        ("test/accuracy >= 0.9", [], False),
+        ("test/accuracy stalls 2", [0.1, 0.5, 0.5], False),
+        ("test/accuracy stalls 2", [0.1, 0.5, 0.5, 0.4], True),
+        ("test/accuracy stalls 2", [0.1, 0.5, 0.5, 0.6], False),
+        ("reward/mean >= 0.7", [], True),
+        ("reward/mean >= 0.8", [], False),
+        ("finding equal_rewards", [], True),
+        ("finding truncated", [], False),
+    ],
+)
+def test_a_rule_holds(tmp_path: Path, rule: str, scores: list[float], holds: bool) -> None:
+    write_scores(tmp_path, *scores)
+    rules = StopRules([rule], tmp_path)
+    rules.observe({"reward/mean": 0.75}, [FINDING])
+    assert rules.met() == (rule if holds else "")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("train.stop_when=['heldout/acuracy >= 1']", "allowed scores: heldout/accuracy"),
+        ("train.stop_when=['other/accuracy stalls 2']", "allowed scores: heldout/accuracy"),
+        ("train.stop_when=['finding bad']", "allowed findings: "),
+        ("train.stop_when=['when it is good']", "allowed: 'SCORE >= NUMBER'"),
+        ("checkpoint.keep_best=accuracy", "keep_best: got 'accuracy', allowed: heldout/accuracy"),
+    ],
+)
+def test_a_rule_that_cannot_hold_is_refused(setting: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_scores(load_config(None, [setting]).config)
