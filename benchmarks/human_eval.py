@@ -97,7 +97,8 @@ def main() -> None:
     print(f"{len(tasks)} tasks, isolation {pool.isolation.level}")
 
     def passes(task: dict[str, Any], source: str) -> bool:
-        tests = {"check": task["test"], "entry_point": task["entry_point"]}
+        tests = {"check": task["test"], "prelude": task["prompt"]}
+        tests["entry_point"] = task["entry_point"]
         return verify(pool, tests, source, options.seconds).passed
 
     def passed(name: str, sources: list[str]) -> set[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.config import EvalTaskConfig, RewardConfig, TaskConfig
@@ -312,6 +312,7 @@ json_values = st.recursive(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(record=json_values)
 def test_any_json_line_is_taken_or_refused_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, record: object

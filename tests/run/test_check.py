@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -215,3 +216,14 @@ def test_a_check_with_shorter_responses_says_so_and_estimates_for_whole_ones() -
     assert print_rehearsal(out, seen) == 0
     said = "4 responses a prompt of at most 16 tokens here, 8 of 512 in the run"
     assert said in out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_check_says_what_tests_with_several_names_lack(server: CrashServer, tmp_path: Path) -> None:
+    cases = {"asserts": "assert double(half(4)) == 4"}
+    record = {"prompt": "12+34", "test_cases": cases}
+    (tmp_path / "tests.jsonl").write_text(json.dumps(record) + "\n")
+    data = ["tasks.train.data=tests.jsonl", "tasks.train.rewards=[{type='code'}]"]
+    assert server.run("check", *data, *SMALL, directory=tmp_path) == 1
+    output = " ".join(server.output().split())
+    assert 'they use double, half without a definition, allowed: "entry_point": ' in output
+    assert '["double", "half"] if the solution defines them, else "prelude": SOURCE' in output

@@ -478,9 +478,13 @@ def _parse_test_cases(value: object) -> dict[str, Any] | None:
         return None
     if not isinstance(value, dict):
         raise BadRecord(f"test_cases: got {_kind(value)}, allowed: an object")
+    if "asserts" in value or "check" in value:  # Python source, which the judge reads
+        return value
     inputs, outputs = value.get("inputs"), value.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
-        raise BadRecord("test_cases: got no lists, allowed: the lists inputs and outputs")
+        raise BadRecord(
+            "test_cases: got no tests, allowed: the lists inputs and outputs, asserts, or check"
+        )
     if not inputs or len(inputs) != len(outputs):
         raise BadRecord(
             f"test_cases: got {len(inputs)} inputs and {len(outputs)} outputs, "

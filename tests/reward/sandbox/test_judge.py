@@ -167,7 +167,8 @@ HONEST = {
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_solutions_pass(pool: SandboxPool, name: str) -> None:
     tests, source = HONEST[name]
-    verdict = verify(pool, {"asserts": tests}, source, 30)
+    names = [name for name in ("f", "g") if f"{name}(" in tests]
+    verdict = verify(pool, {"asserts": tests, "entry_point": names}, source, 30)
     assert verdict.passed, verdict
 
 
@@ -276,6 +277,47 @@ def test_a_forged_value_is_wrong(value: Any) -> None:
         "blobs": [b"", b"", json.dumps({"value": value}).encode()],
     }
     assert judging.answer(request)["code"] == 0
+
+
+POLY = "def check(candidate):\n    assert abs(poly([1, 2], candidate([1, 2]))) < 1e-4"
+HELPERS = "def poly(xs, x):\n    return sum(c * x ** i for i, c in enumerate(xs))\ndef find_zero(xs):\n    'Find x.'\n"
+FORGED_HELPERS = "def find_zero(xs): return 0\ndef poly(*a): return 0\n"
+
+
+def test_helpers_come_with_the_tests_and_never_from_the_solution(pool: SandboxPool) -> None:
+    """As HumanEval/32 and /38 are written: the prompt defines a helper that the tests use."""
+    tests = {"check": POLY, "entry_point": "find_zero", "prelude": HELPERS}
+    assert verify(pool, tests, FORGED_HELPERS, 30).result == [0]
+    assert verify(pool, tests, "def find_zero(xs): return -xs[0] / xs[1]", 30).result == [1]
+
+
+FREE = {
+    "a helper": ({"check": POLY, "entry_point": "find_zero"}, "poly"),
+    "numpy": ({"asserts": "assert np.allclose(f(), 1.0)"}, "f, np"),
+    "isclose": ({"asserts": "assert isclose(f(), 0.5)", "entry_point": "f"}, "isclose"),
+    "two functions": ({"asserts": "assert f(g()) == 1"}, "f, g"),
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_names_that_tests_leave_free_are_a_fault_of_the_data(pool: SandboxPool, name: str) -> None:
+    tests, names = FREE[name]
+    with pytest.raises(RewardError, match=f"they use {names} without a definition"):
+        verify(pool, tests, FORGED_HELPERS, 30)
+    with pytest.raises(RewardError, match=f"they use {names} without a definition"):
+        verify_module.read_tests(
+            tests
+        )  # before any program runs, as `penstock check` looks at data
+
+
+def test_tests_name_several_names_of_the_solution_and_what_they_import(pool: SandboxPool) -> None:
+    named = {"asserts": "assert f(g(1)) == 3", "entry_point": ["f", "g"]}
+    assert verify(pool, named, "def f(x): return x + 1\ndef g(x): return x + 1", 30).passed
+    star = {"asserts": "from math import *\nassert isclose(math.sqrt(f(4)), 2)"}
+    assert verify(pool, star, "def f(x): return x\ndef isclose(*a): return True", 30).passed
+    caught = "def check(g):\n    try:\n        g(0)\n    except ZeroDivisionError as error:\n        assert error"
+    divides = {"asserts": f"{caught}\ncheck(f)"}
+    assert verify(pool, divides, "def f(x): return 1 / x", 30).passed
 
 
 # State

@@ -10,7 +10,6 @@ never a pass or a fail. Blocking, for worker threads.
 
 from __future__ import annotations
 
-import ast
 import json
 import socket
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from typing import Any
 
 from penstock.errors import RewardError, SandboxError
 from penstock.reward.sandbox.host import Outcome, Sandbox, SandboxLost
-from penstock.reward.sandbox.inside import wire
+from penstock.reward.sandbox.inside import names, wire
 from penstock.reward.sandbox.inside.judging import COMPILE_ERROR, ERROR
 from penstock.reward.sandbox.inside.judging import PASS as PASS
 from penstock.reward.sandbox.pool import SandboxPool
@@ -223,8 +222,9 @@ def _run_both(
     with ours, theirs:
         solution.start({"job": "solution", "source": source}, limits, [ours.fileno()])
         job = {"job": "tests", "source": tests.source, "timeout_s": test_s, "max_tests": max_tests}
-        if tests.entry_point:
-            job["entry_point"] = tests.entry_point
+        job |= {"names": tests.names, "prelude": tests.prelude}
+        if tests.calls_check:
+            job["entry_point"] = tests.names[0]
         judge.start(job, limits, [theirs.fileno()])
     return judge.result(limits["wall_s"])
 
@@ -272,7 +272,9 @@ class AssertTests:
     """Python source that raises when the solution is wrong."""
 
     source: str
-    entry_point: str | None = None
+    names: tuple[str, ...] = ()  # that the solution defines; empty: the one that the tests do not
+    prelude: str = ""  # source of helpers; what it defines of `names` is the solution's
+    calls_check: bool = False  # with the first of the names
 
 
 Tests = StdioTests | CallTests | AssertTests
@@ -285,16 +287,32 @@ def read_tests(test_cases: Mapping[str, Any] | None, *, parse: bool = True) -> T
     """
     if not isinstance(test_cases, Mapping) or not test_cases:
         raise RewardError(f"test_cases: got {_short(test_cases)}, allowed: {_FORMS}")
-    if "asserts" in test_cases:
-        return AssertTests(_source(test_cases["asserts"], "asserts", parse))
-    if "check" in test_cases:
-        entry_point = test_cases.get("entry_point")
-        if not isinstance(entry_point, str) or not entry_point.isidentifier():
-            raise RewardError(
-                f"test_cases: entry_point got {_short(entry_point)}, allowed: a function's name"
-            )
-        return AssertTests(_source(test_cases["check"], "check", parse), entry_point)
+    for form in ("asserts", "check"):
+        if form in test_cases:
+            return _read_asserts(test_cases, form, parse)
     return _read_pairs(test_cases)
+
+
+def _read_asserts(test_cases: Mapping[str, Any], form: str, parse: bool) -> AssertTests:
+    listed = test_cases.get("entry_point", [] if form == "asserts" else None)
+    entry_points = listed if isinstance(listed, list) else [listed]
+    valid = all(isinstance(name, str) and name.isidentifier() for name in entry_points)
+    if not valid or (form == "check" and not entry_points):
+        raise RewardError(
+            f"test_cases: entry_point got {_short(listed)}, allowed: a function's name, or a list of names"
+        )
+    tests = AssertTests(
+        _source(test_cases[form], form),
+        names=tuple(entry_points),
+        prelude=_source(test_cases["prelude"], "prelude") if test_cases.get("prelude") else "",
+        calls_check=form == "check",
+    )
+    if parse:
+        try:
+            names.read_tests(tests.source, tests.prelude, tests.names, imports=False)
+        except names.BrokenTests as error:
+            raise RewardError(f"test_cases: the tests are {error}") from None
+    return tests
 
 
 def _read_pairs(test_cases: Mapping[str, Any]) -> Tests:
@@ -328,18 +346,10 @@ def _call_pair(arguments: Any, expected: Any) -> tuple[list[Any], Any]:
         return [arguments], expected
 
 
-def _source(value: Any, key: str, parse: bool) -> str:
+def _source(value: Any, key: str) -> str:
     text = "\n".join(value) if isinstance(value, list) and all(map(_is_text, value)) else value
     if not isinstance(text, str) or not text.strip():
         raise RewardError(f"test_cases: {key} got {_short(value)}, allowed: Python source")
-    if not parse:
-        return text
-    try:
-        body = ast.parse(text).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise RewardError(f"test_cases: {key} is not valid Python: {error}") from None
-    if not body:
-        raise RewardError(f"test_cases: {key} got no statement, allowed: at least one test")
     return text
 
 

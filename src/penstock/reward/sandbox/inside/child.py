@@ -25,7 +25,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from penstock.reward.sandbox.inside import judging, kernel, remote, seccomp, wire
+from penstock.reward.sandbox.inside import judging, kernel, names, remote, seccomp, wire
 from penstock.reward.sandbox.inside.wire import Closed, Pipe
 
 REPORT, LINK = 3, 4  # descriptors of the report pipe and of the link to the other sandbox
@@ -192,10 +192,10 @@ class _Tests:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._timeout_s, self._entry_point = job["timeout_s"], job.get("entry_point")
-        self._tree = ast.parse(job["source"], "<tests>")
+        self._read = names.read_tests(job["source"], job["prelude"], job["names"], imports=True)
         self._connection = remote.Connection(Pipe(LINK, remote.MAX_REPLY_BYTES))
         self._namespace: dict[str, Any] = {}
-        asserts = sum(isinstance(node, ast.Assert) for node in self._tree.body)
+        asserts = sum(isinstance(node, ast.Assert) for node in self._read.tree.body)
         self._one_by_one = asserts > 0 and self._entry_point is None
         self.count = asserts if self._one_by_one else 1
         signal.signal(signal.SIGALRM, self._on_alarm)
@@ -207,7 +207,7 @@ class _Tests:
         """Report every test up to the first that the solution does not survive."""
         if not self._report_failure(0, *self._attempt(self._bind)):
             return
-        nodes = [_for_effect(node) for node in self._tree.body]
+        nodes = [_for_effect(node) for node in self._read.tree.body]
         if self._one_by_one:
             self._run_statements(nodes)
             return
@@ -262,23 +262,9 @@ class _Tests:
         return code, note, isinstance(fault, remote.SolutionGone)
 
     def _bind(self) -> None:
-        """Make the names that tests see: their own, standard modules, then the solution's."""
-        used, bound = set[str](), set(dir(builtins))
-        for node in ast.walk(self._tree):
-            if isinstance(node, ast.Name):
-                (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-            elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-                bound.add(node.name)
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.arg):
-                bound.add(node.arg)
-        entry_point = self._entry_point
-        missing = used - bound | ({entry_point} if entry_point else set())
-        missing = {name for name in missing if not name.startswith("__")}
-        modules = missing & sys.stdlib_module_names - {entry_point}
-        self._namespace |= self._connection.names(sorted(missing - modules))
-        self._namespace |= {name: importlib.import_module(name) for name in sorted(modules)}
+        """Make the names that tests see: standard modules, and those under test from the solution."""
+        self._namespace |= self._connection.names(self._read.solution)
+        self._namespace |= {name: importlib.import_module(name) for name in self._read.modules}
         self._namespace |= {"__name__": "tests", "__builtins__": dict(vars(builtins))}
         self._namespace[_FOR_EFFECT] = remote.for_effect
 
@@ -290,8 +276,8 @@ def _tests(job: dict[str, Any]) -> int:
     _open_standard_streams()
     try:
         tests = _Tests(job)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        _report({"broken": f"not valid Python: {str(error)[:300]}"})
+    except (names.BrokenTests, ImportError) as error:
+        _report({"broken": str(error)[:400]})
         return 0
     _report({"count": tests.count})
     if tests.count <= job["max_tests"]:
