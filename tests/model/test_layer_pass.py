@@ -27,6 +27,7 @@ from penstock.model.kernels import end_pass, layer_pass, layer_step_kernels, lay
 from penstock.training.optimizer import Masters
 from penstock.training.pack import make_pack
 from penstock.training.policy import Policy
+from penstock.training.stats import UpdateLoss
 
 CPU = torch.device("cpu")
 KERNELS = types.SimpleNamespace(  # by Triton's interpreter; attention and products need a GPU
@@ -353,7 +354,9 @@ def test_on_a_gpu_the_host_waits_for_no_pack_and_no_optimizer(monkeypatch) -> No
     packs = consumer.work_done
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss = consumer._accumulate(current, np.arange(len(current.flat.rollouts)))
+        (part,) = current.parts
+        consumer._accumulate(current, part, np.arange(len(part.flat.rollouts)))
+        loss = UpdateLoss([(part.stats, part.weight)], consumer.ranks)
         before = consumer.arrival.sample()
         outcome = consumer._apply_update(1e-3, loss)
         share = consumer.arrival.share(before)

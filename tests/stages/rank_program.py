@@ -15,7 +15,7 @@ from penstock.training.adapters import add_adapters
 from penstock.training.consumer import Consumer
 from penstock.training.parallel.ranks import Ranks, rank_share
 from penstock.training.policy import load_for_ranks, load_policy
-from penstock.training.ptx import Text, TextStream
+from penstock.training.ptx import TextStream, text_group
 from penstock.types import StepReport
 from penstock.weights.offload import HostOffload
 from stages.training_data import config_of, random_batch, tiny_model, tricky_batch
@@ -41,9 +41,7 @@ def texts() -> TextStream:
     import numpy as np
 
     generator = np.random.default_rng(1)
-    return TextStream(
-        [Text(generator.integers(1, 23, n).astype(np.int32), np.arange(n - 1)) for n in (5, 7, 4)]
-    )
+    return TextStream([text_group(generator.integers(1, 23, n)) for n in (5, 7, 4)])
 
 
 def make(job: str, ranks: Ranks) -> Consumer:

@@ -1,7 +1,8 @@
 """Random legal settings of a run, a batch that an engine sampled for them, and the gradients of their update.
 
 A draw is a function of its number alone. What is drawn: algorithm, correction, baseline and normalisation, KL, clips,
-masks, sampling, agents' rows and rewards of turns, PTX, LoRA, updates per batch, ranks and model family.
+masks, sampling, agents' rows and rewards of turns, PTX, demonstrations of a second task, LoRA, updates per batch,
+ranks and model family.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from penstock.training.algo import ALGORITHMS
 from penstock.training.algo.method import check_algorithm, run_settings
 from penstock.training.consumer import Consumer
 from penstock.training.parallel.ranks import Ranks, rank_share
-from penstock.training.ptx import Text, TextStream
+from penstock.training.ptx import TextStream, text_group
 from penstock.types import (
     Batch,
     Group,
@@ -84,6 +85,7 @@ class Draw:
     rows: bool  # some rollouts have several rows
     turns: bool  # some rollouts have rewards of turns
     continuous: bool  # rewards between 0 and 1, not 0 or 1
+    shows: bool = False  # the last group is a demonstration of another task
 
     @functools.cached_property
     def config(self) -> Config:
@@ -151,7 +153,9 @@ def _any_draw(number: int, choice: Choice) -> Draw:
     fields = {"algorithm": algorithm, "sampling": sampling, "train": train}
     if choice.sometimes(0.25):
         fields["model"] = {"lora": {"rank": 2}}
-    rows = choice.sometimes(0.4)
+    rows, shows = choice.sometimes(0.4), choice.sometimes(0.2)
+    if shows:
+        fields["tasks"] = {"train": {}, "shown": {"algorithm": {"name": "sft", "weight": 0.5}}}
     return Draw(
         number=number,
         fields=fields,
@@ -160,6 +164,7 @@ def _any_draw(number: int, choice: Choice) -> Draw:
         rows=rows,
         turns=rows and choice.sometimes(0.5),
         continuous=choice.sometimes(0.5),
+        shows=shows,
     )
 
 
@@ -198,7 +203,7 @@ def consumer_of(draw: Draw, ranks: Ranks | None = None) -> Consumer:
     if config.train.ptx.coefficient:
         generator = np.random.default_rng(1)
         ids = [generator.integers(3, VOCABULARY, n).astype(np.int32) for n in (5, 7, 4)]
-        texts = TextStream([Text(part, np.arange(len(part) - 1)) for part in ids])
+        texts = TextStream([text_group(part) for part in ids])
     return Consumer(
         config, _model(draw), total_steps=10, reference=reference, texts=texts, ranks=ranks
     )
@@ -362,6 +367,10 @@ class Engines:
             )
             for number, prompt in enumerate(prompts)
         ]
+        if draw.shows:
+            groups[-1].task = "shown"
+            groups[-1].rollouts = groups[-1].rollouts[:1]
+            groups[-1].rollouts[0].score = Score(1.0)
         return Batch(step=STEP, groups=tuple(groups))
 
 

@@ -13,7 +13,8 @@ from penstock.config import PtxConfig
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import UserError
 from penstock.training.parallel.ranks import Ranks
-from penstock.training.ptx import Text, TextStream, read_texts
+from penstock.training.ptx import TextStream, read_texts, text_group
+from penstock.types import Group
 from stages.training_data import (
     config_of,
     consumer_of,
@@ -24,10 +25,15 @@ from stages.training_data import (
 )
 
 
-def some_texts(count: int = 5) -> list[Text]:
+def some_texts(count: int = 5) -> list[Group]:
     generator = np.random.default_rng(3)
     lengths = generator.integers(3, 9, count)
-    return [Text(generator.integers(1, 23, n).astype(np.int32), np.arange(n - 1)) for n in lengths]
+    return [text_group(generator.integers(1, 23, n)) for n in lengths]
+
+
+def ids_of(text: Group) -> np.ndarray:
+    (rollout,) = text.rollouts
+    return np.concatenate([rollout.prompt_ids, rollout.response_ids])
 
 
 def ptx(coefficient: float, **fields):
@@ -40,7 +46,7 @@ def test_the_loss_is_a_mix_of_policy_loss_and_cross_entropy() -> None:
     model = exact_model()
     losses, num_tokens = 0, 0
     for text in texts[:3]:
-        ids = torch.from_numpy(text.token_ids).long()
+        ids = torch.from_numpy(ids_of(text)).long()
         log_all = torch.log_softmax(model(ids[None]).logits[0], -1)[:-1]
         losses = losses - log_all.gather(-1, ids[1:, None]).sum()
         num_tokens += len(ids) - 1
@@ -69,8 +75,8 @@ def test_the_stream_goes_round_and_resumes(tmp_path) -> None:
 def test_ranks_share_the_texts_of_an_update() -> None:
     stream = TextStream(some_texts())
     whole = stream.peek(4, 3, Ranks())
-    assert [text.token_ids.tolist() for text in whole] == [
-        some_texts()[number].token_ids.tolist() for number in (4, 0, 1)
+    assert [ids_of(text).tolist() for text in whole] == [
+        ids_of(some_texts()[number]).tolist() for number in (4, 0, 1)
     ]
     shares = [stream.peek(4, 3, Ranks(rank, 2)) for rank in range(2)]
     assert [text for pair in zip(*shares, strict=False) for text in pair] == whole[:2]
@@ -86,13 +92,13 @@ def test_lines_become_tokens(tmp_path) -> None:
     path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
     template = ChatTemplate(load_tokenizer("demo"))
     whole, answer = read_texts(PtxConfig(coefficient=0.1, data=str(path)), template)
-    assert template.decode(whole.token_ids) == "1+2=3"
-    assert whole.predictors.tolist() == list(range(len(whole.token_ids) - 1))
-    learned = answer.token_ids[answer.predictors + 1]
+    assert template.decode(ids_of(whole)) == "1+2=3"
+    assert len(whole.rollouts[0].prompt_ids) == 1
+    learned = answer.rollouts[0].response_ids
     assert template.decode(learned) == "3"
     assert learned[-1] == template.eos_ids[0]
     short = read_texts(PtxConfig(coefficient=0.1, data=str(path), max_tokens=3), template)
-    assert len(short[0].token_ids) == 3
+    assert len(ids_of(short[0])) == 3
 
 
 @pytest.mark.parametrize(
@@ -117,9 +123,9 @@ def test_an_answer_ends_as_the_template_ends_a_turn(tmp_path, after, taught) -> 
     path.write_text(json.dumps({"messages": messages}))
     template = ChatTemplate(tokenizer)
     (text,) = read_texts(PtxConfig(coefficient=0.1, data=str(path)), template)
-    assert template.decode_prompt(text.token_ids[text.predictors + 1]) == taught
+    assert template.decode_prompt(text.rollouts[0].response_ids) == taught
     prompt = template.encode(messages[:-1])
-    assert text.token_ids[: len(prompt)].tolist() == prompt.tolist()
+    assert text.rollouts[0].prompt_ids.tolist() == prompt.tolist()
 
 
 @pytest.mark.parametrize("adds", [True, False])
@@ -133,8 +139,8 @@ def test_a_text_begins_as_the_tokenizer_begins_one(tmp_path, adds) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "one two"}\n')
     (text,) = read_texts(PtxConfig(coefficient=0.1, data=str(path)), ChatTemplate(tokenizer))
-    assert text.token_ids.tolist() == ([0] if adds else []) + [2, 3, 1]
-    assert text.predictors.tolist() == list(range(len(text.token_ids) - 1))
+    assert ids_of(text).tolist() == ([0] if adds else []) + [2, 3, 1]
+    assert len(text.rollouts[0].prompt_ids) == 1
 
 
 @pytest.mark.parametrize(

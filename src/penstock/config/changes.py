@@ -52,6 +52,7 @@ RULES = (
     ("tasks.*.sampling.max_tokens", UPDATE),
     ("tasks.*.sampling.*", FREE),
     ("tasks.*.produce.*", FREE),
+    ("tasks.*.algorithm.*", UPDATE),
     ("tasks.*.weight", FREE),
     ("tasks.*.rewards", FREE),
     ("tasks.*.agent*", FREE),

@@ -136,6 +136,13 @@ class TaskConfig(TaskDataConfig):
     """Ray actors that run the task's agent loop and its rewards; needs launch.kind = "ray". 0: they run in the driver."""
     produce: dict[str, Any] = {}
     """Fields of [produce] that differ for this task."""
+    algorithm: dict[str, Any] = {}
+    """Fields of [algorithm] that differ for this task, or the name of another algorithm, which begins with its own defaults."""
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _take_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
 
 
 class AnnealConfig(Section):
@@ -288,6 +295,8 @@ class CorrectionConfig(Section):
 class AlgorithmConfig(Section):
     name: str = "grpo"
     """grpo | dapo | rloo | reinforce_pp | reinforce_pp_baseline | dr_grpo | gspo | cispo | reinforce | sft | `module:Class`."""
+    weight: float = Field(1.0, ge=0)
+    """Factor of this loss beside those of other tasks' algorithms; each is a mean over its own tokens."""
     clip_low: float | None = Field(None, ge=0)
     """Lower clip of the ratio, 1 - this; None: the algorithm's own."""
     clip_high: float | None = Field(None, ge=0)

@@ -93,6 +93,13 @@ class Config(Section):
         """[produce] with the task's own fields laid over it."""
         return overlay(self.produce, self.tasks[task].produce, f"tasks.{task}.produce")
 
+    def task_algorithm(self, task: str) -> AlgorithmConfig:
+        """[algorithm] with the task's own fields laid over it; another algorithm has none of [algorithm]'s."""
+        fields = self.tasks[task].algorithm
+        is_other = fields.get("name", self.algorithm.name) != self.algorithm.name
+        base = AlgorithmConfig() if is_other else self.algorithm
+        return overlay(base, fields, f"tasks.{task}.algorithm")
+
     def eval_sampling(self, task: str) -> SamplingConfig:
         """The sampling of an evaluation task: [eval.sampling] with the task's own fields laid over it."""
         sampling = SamplingConfig(
@@ -173,14 +180,15 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _imitate(cls, tree: Any) -> Any:
-        """With algorithm sft, tasks show demonstrations, and the learning rate is one for them, if not given."""
+        """A task with algorithm sft shows demonstrations; if all do, the learning rate is one for them, if not given."""
         try:
-            if tree["algorithm"]["name"] != "sft":
-                return tree
+            run = tree.get("algorithm", {}).get("name")
             tasks = {
-                name: {"agent": "demonstration"} | task for name, task in tree["tasks"].items()
+                name: {"agent": "demonstration"} | task if _trained_by(task, run) == "sft" else task
+                for name, task in tree["tasks"].items()
             }
-            return tree | {"tasks": tasks, "train": {"lr": 1e-5} | tree.get("train", {})}
+            train = {"lr": 1e-5} if run == "sft" else {}
+            return tree | {"tasks": tasks, "train": train | tree.get("train", {})}
         except (KeyError, TypeError, AttributeError):  # a wrong type is named later
             return tree
 
@@ -223,6 +231,12 @@ def leaves(tree: Any, key: str = "", *, in_lists: bool = False) -> Iterator[tupl
         yield key, tree
 
 
+def _trained_by(task: dict[str, Any], run: str | None) -> str | None:
+    """The name of a task's algorithm, before its table is checked."""
+    named = task.get("algorithm", {})
+    return named if isinstance(named, str) else named.get("name", run)
+
+
 def _is_table_of_tables(value: Any) -> bool:
     return (
         isinstance(value, dict) and bool(value) and all(isinstance(v, dict) for v in value.values())
@@ -240,6 +254,7 @@ def _check_tasks(config: Config) -> None:
         if ":" in name or "/" in name:
             raise ValueError(f"tasks: got the name {name!r}, allowed: names without ':' and '/'")
         config.task_produce(name)  # raises for wrong fields
+        config.task_algorithm(name)
         sampling = config.task_sampling(name)
         if sampling.min_tokens > sampling.max_tokens:
             raise ValueError(

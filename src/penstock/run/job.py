@@ -183,7 +183,8 @@ async def open_job(
             start_report=report,
         )
         await _serve_control(folder, workers, closing)
-        refuses = run_settings(config).filter_groups or config.produce.is_valid_sample
+        filters = any(run_settings(config, task).filter_groups for task in config.tasks)
+        refuses = filters or config.produce.is_valid_sample
         if config.train.episodes is not None and refuses:
             job.notes.add(
                 f"note: train.episodes {config.train.episodes:g} is {total_steps} steps of trained groups; "
@@ -398,7 +399,7 @@ async def _producer(parts: _TaskParts, total_steps: int) -> Producer:
             buffer,
             prompts=dataset,
             agent_loop=await _agent_loop(parts, name, sampling),
-            strategy=strategy_config(produce, _validity(config, produce.is_valid_sample)),
+            strategy=strategy_config(produce, _validity(config, name, produce.is_valid_sample)),
             num_skipped_long=dataset.num_skipped_long,
         )
         tasks.append(task)
@@ -523,9 +524,9 @@ def _with_anneal_steps(config: Config, task: str, prompts: int) -> SamplingConfi
     return sampling.model_copy(update={"anneal": anneal})
 
 
-def _validity(config: Config, own_rule: str) -> IsValidSample:
-    """The rule for training on a finished group: the algorithm and the user's rule keep it."""
-    settings = run_settings(config)
+def _validity(config: Config, task: str, own_rule: str) -> IsValidSample:
+    """The rule for training on a finished group: the task's algorithm and the user's rule keep it."""
+    settings = run_settings(config, task)
     own = load("produce.is_valid_sample", own_rule, {}) if own_rule else None
 
     def is_valid(rollouts: Sequence[Rollout]) -> bool:

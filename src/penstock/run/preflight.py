@@ -47,6 +47,9 @@ def check(config: Config) -> None:
         check_name(key, config.engine_of_kind(place).name, ENGINES)
     check_name("launch.kind", config.launch.kind, LAUNCHERS)
     check_name("algorithm.name", config.algorithm.name, algo.ALGORITHMS)
+    for name in config.tasks:
+        used = config.task_algorithm(name).name
+        check_name(f"tasks.{name}.algorithm.name", used, algo.ALGORITHMS)
     if config.launch.kind in SYNC_KINDS:
         sync_kind(config)
     for tracker in config.track.trackers:

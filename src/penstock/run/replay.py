@@ -148,11 +148,11 @@ def recorded_groups(
     journal: Journal, config: Config, last: int, scores: NewScores | None = None
 ) -> Iterator[tuple[Group, bool]]:
     """Yield every trained group in training order, and whether this config's algorithm keeps it."""
-    settings = run_settings(config)
+    settings = {task: run_settings(config, task) for task in config.tasks}
     for step in range(1, last + 1):
         for group in journal.batch(step).groups:
             is_scored = with_scores(group, scores or {}) is not None
-            yield group, is_scored and keep_group(group.rollouts, settings)
+            yield group, is_scored and keep_group(group.rollouts, settings[group.task])
 
 
 @asynccontextmanager

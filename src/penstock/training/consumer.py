@@ -1,7 +1,7 @@
 """The consumer: trains the policy on batches of groups and hands out its weights.
 
-    groups -> flat batch -> reference and proximal log-probs -> advantages
-           -> per update: packs (forward, loss, backward) -> clip -> AdamW -> digest, metrics
+    groups -> a part for each algorithm: flat batch -> reference and proximal log-probs -> advantages
+           -> per update, for each part: packs (forward, loss, backward) -> clip -> AdamW -> digest, metrics
 
 One step trains one batch, in one or several updates, and raises the policy version by one. Consumes a
 `Batch`, produces a `StepReport`; runs in the thread or process that calls it. Only `request_stop` and
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,25 +30,19 @@ from penstock.errors import RunError, StopRequested
 from penstock.model.arithmetic import arithmetic_of
 from penstock.model.loading import compute_dtype
 from penstock.model.stored_weights import StoredWeights
-from penstock.model.transfer import HostCopy, to_device
+from penstock.model.transfer import to_device
 from penstock.training.adapters import add_adapters
 from penstock.training.algo import kl
-from penstock.training.algo.method import algorithm_class, run_settings
+from penstock.training.algo.method import SFT, Algorithm, run_settings, task_algorithms
 from penstock.training.arrival import Arrival
 from penstock.training.dither import HALF_FORMATS
 from penstock.training.flat_batch import FlatBatch, mini_batches
-from penstock.training.metrics import (
-    TokenStats,
-    UpdateLoss,
-    mean_of_finite,
-    peak_memory_mib,
-    step_metrics,
-)
+from penstock.training.loss_part import LossPart
+from penstock.training.metrics import mean_of_finite, peak_memory_mib, step_metrics
 from penstock.training.micro_batch import CPU_TOKENS, LayerShape, micro_batch_tokens_on
 from penstock.training.model_check import check_loaded, check_model, lay_out
 from penstock.training.objective import (
     TokenInputs,
-    joins_tokens,
     loss_weights,
     pack_loss,
     shaped_rewards,
@@ -74,7 +68,8 @@ from penstock.training.policy import (
 )
 from penstock.training.ptx import TextStream
 from penstock.training.snapshot import load_snapshot, take_snapshot
-from penstock.types import Batch, StepReport
+from penstock.training.stats import UpdateLoss
+from penstock.types import Batch, Group, StepReport
 from penstock.weights.offload import HostOffload
 
 MAX_BAD_UPDATES = 3  # skipped in a row for a non-finite loss or gradient, after which the run stops
@@ -82,18 +77,15 @@ MAX_BAD_UPDATES = 3  # skipped in a row for a non-finite loss or gradient, after
 
 @dataclass(slots=True, kw_only=True)
 class _BatchInTraining:
-    """One batch while it is trained: its tokens, and what its updates have done so far."""
+    """One batch while it is trained: the parts of its loss, and what its updates have done so far."""
 
-    flat: FlatBatch
-    inputs: TokenInputs
-    advantages_N: np.ndarray
+    parts: list[LossPart]
+    texts: list[LossPart]  # of train.ptx, one for each update
     learning_rate: float
-    stats: TokenStats
     outcomes: list[Outcome] = field(default_factory=list)  # of each update, when it is known
     grad_norms: list[float] = field(default_factory=list)  # norm of each update before clipping
     skipped_updates: int = 0  # updates whose loss or gradient was not finite
     arrived_share: float = 1.0  # of the change of the masters, in the published weights
-    ptx_losses: list[float] = field(default_factory=list)  # loss of each update
 
     @property
     def is_updated(self) -> bool:
@@ -125,8 +117,7 @@ class Consumer:
         self.work_done = 0  # packs, updates and published tensors so far; proves progress
         self.texts = texts
         self.settings = run_settings(config)
-        self.algorithm = algorithm_class(config.algorithm.name)(self.settings)
-        self._joins_rows = joins_tokens(self.algorithm)
+        self.algorithms = task_algorithms(config)
         make_policy = functools.partial(
             Policy, longest=config.longest_sequence, is_whole=self.ranks.world == 1
         )
@@ -184,7 +175,9 @@ class Consumer:
             add_adapters(model, config.model.lora)
         reference = None
         base_is_reference = config.model.lora.rank > 0 and not config.train.reference
-        if run_settings(config).needs_reference and not base_is_reference:
+        algorithms = task_algorithms(config).values()
+        needs_reference = any(algorithm.settings.needs_reference for algorithm in algorithms)
+        if needs_reference and not base_is_reference:
             path = config.train.reference or config.model.path
             reference = load_policy(path, config.model, dtype).requires_grad_(False)
         return cls(
@@ -224,7 +217,7 @@ class Consumer:
         self.policy_version += 1
         if self.texts is not None:
             per_update = self.config.train.ptx.sequences_per_step
-            self.texts.cursor += len(trained.ptx_losses) * per_update
+            self.texts.cursor += len(trained.texts) * per_update
         updated = time.perf_counter()
         digest, fingerprints = self.digest(), hashing.result()
         ended = time.perf_counter()
@@ -284,16 +277,15 @@ class Consumer:
             yield from (value for value in moments.values() if isinstance(value, Tensor))
 
     def _metrics(self, trained: _BatchInTraining, seconds: float) -> dict[str, float]:
-        metrics = step_metrics(
-            trained.flat, trained.advantages_N, trained.stats, self.settings, self.ranks
-        )
+        metrics = step_metrics(trained.parts, self.ranks)
+        text_losses = [loss for part in trained.texts for loss in part.stats.losses]
         return metrics | {
             "lr": trained.learning_rate,
             "grad_norm": mean_of_finite(trained.grad_norms),
             "updates/skipped": float(trained.skipped_updates),
             "update/arrived": trained.arrived_share,
             "loss_scale": self.loss_scale.factor,
-            "ptx/loss": float(np.mean(trained.ptx_losses)) if trained.ptx_losses else 0.0,
+            "ptx/loss": mean_of_finite(text_losses),
             "time/train_s": seconds,
             "tokens_per_s": metrics["tokens/trained"] / seconds,
             "memory/peak_mib": peak_memory_mib(self.policy.device),
@@ -306,17 +298,21 @@ class Consumer:
         updates = self._updates(batch)
         current = self._prepare(batch, num_updates=len(updates))
         for number, group_numbers in enumerate(updates):
-            chosen_R = np.flatnonzero(np.isin(current.flat.group_R, group_numbers))
-            self.policy.begin_update()
-            loss = self._accumulate(current, chosen_R)
             if self.texts is not None:
-                current.ptx_losses.append(self._accumulate_texts(self.texts, number, current))
+                current.texts.append(self._text_part(self.texts, number, batch.step))
+            parts = [*current.parts, *current.texts[number:]]
+            self.policy.begin_update()
+            for part in parts:
+                chosen_G = part.is_text | np.isin(part.number_G, group_numbers)
+                self._accumulate(current, part, np.flatnonzero(chosen_G[part.flat.group_R]))
+            loss = UpdateLoss([(part.stats, part.weight) for part in parts], self.ranks)
             self.policy.finish_update()
             if not current.is_updated:
                 before = self.arrival.sample()
             current.outcomes.append(self._apply_update(current.learning_rate, loss))
-            current.stats.losses.append(loss())
-            current.stats.flush()
+            loss()
+            for part in parts:
+                part.stats.flush()
         arrived = self.arrival.share(before)
         for outcome in current.outcomes:  # first wait for what comes after the forward passes
             norm, finite = outcome()
@@ -343,31 +339,49 @@ class Consumer:
 
     def _prepare(self, batch: Batch, *, num_updates: int) -> _BatchInTraining:
         """Lay the batch out, and compute what must come from the weights before the first update."""
-        settings = self.settings
-        flat = FlatBatch.from_groups(batch.groups, batch.step, settings, self.policy.end_ids)
-        inputs = TokenInputs.from_batch(flat, self._exact_dtype, self.policy.device)
-        if settings.needs_reference:
-            inputs.reference_N = self._reference_logprobs(flat, inputs)
-        if settings.newest_from_trainer:
-            inputs.newest_N = to_device(flat.staleness_N == 0, self.policy.device)
-        needs_proximal = settings.decoupled or settings.newest_from_trainer
-        if settings.kl_in_reward or (num_updates > 1 and needs_proximal):
-            inputs.proximal_N = self._logprobs(flat, inputs, self.policy)
-        advantages_N = self._advantages(batch, flat, inputs)
-        inputs.advantage_N = to_device(advantages_N, self.policy.device).to(self._exact_dtype)
+        algorithms = dict.fromkeys(self.algorithms.values())  # each once
         return _BatchInTraining(
-            flat=flat,
-            inputs=inputs,
-            advantages_N=advantages_N,
+            parts=[self._part(batch, algorithm, num_updates) for algorithm in algorithms],
+            texts=[],
             learning_rate=learning_rate(self.config.train, batch.step, self.total_steps),
-            stats=TokenStats(flat.num_tokens),
         )
 
-    def _reference_logprobs(self, flat: FlatBatch, inputs: TokenInputs) -> Tensor:
+    def _part(self, batch: Batch, algorithm: Algorithm, num_updates: int) -> LossPart:
+        """The rollouts of the tasks that one algorithm trains."""
+        settings, device = algorithm.settings, self.policy.device
+        numbers = [
+            number
+            for number, group in enumerate(batch.groups)
+            if self.algorithms.get(group.task, next(iter(self.algorithms.values()))) is algorithm
+        ]
+        groups = [batch.groups[number] for number in numbers]
+        part = LossPart.of(groups, numbers, batch.step, algorithm, self.policy, self._exact_dtype)
+        part.weight = settings.weight * (1.0 - self.config.train.ptx.coefficient)
+        inputs = part.inputs
+        if settings.needs_reference:
+            inputs.reference_N = self._reference_logprobs(part)
+        if settings.newest_from_trainer:
+            inputs.newest_N = to_device(part.flat.staleness_N == 0, device)
+        needs_proximal = settings.decoupled or settings.newest_from_trainer
+        if settings.kl_in_reward or (num_updates > 1 and needs_proximal):
+            inputs.proximal_N = self._logprobs(part.flat, inputs, self.policy)
+        part.set_advantages(self._advantages(groups, part))
+        return part
+
+    def _text_part(self, stream: TextStream, update: int, step: int) -> LossPart:
+        """The texts of one update: demonstrations, which weigh `train.ptx.coefficient`."""
+        ptx, sft = self.config.train.ptx, SFT(SFT.defaults)
+        texts = stream.peek(update * ptx.sequences_per_step, ptx.sequences_per_step, self.ranks)
+        part = LossPart.of(texts, range(len(texts)), step, sft, self.policy, self._exact_dtype)
+        part.weight, part.is_text = ptx.coefficient, True
+        part.set_advantages(np.ones(part.flat.num_tokens))
+        return part
+
+    def _reference_logprobs(self, part: LossPart) -> Tensor:
         if self.reference is not None:
-            return self._logprobs(flat, inputs, self.reference)
+            return self._logprobs(part.flat, part.inputs, self.reference)
         with self.policy.without_adapters():
-            return self._logprobs(flat, inputs, self.policy)
+            return self._logprobs(part.flat, part.inputs, self.policy)
 
     def _logprobs(self, flat: FlatBatch, inputs: TokenInputs, policy: Policy) -> Tensor:
         """The log-probs of all trained tokens under `policy`, without gradients."""
@@ -382,96 +396,60 @@ class Consumer:
         policy.release()
         return result_N
 
-    def _advantages(self, batch: Batch, flat: FlatBatch, inputs: TokenInputs) -> np.ndarray:
+    def _advantages(self, groups: Sequence[Group], part: LossPart) -> np.ndarray:
+        settings, inputs = part.algorithm.settings, part.inputs
         max_tokens_R = np.repeat(
-            [self._max_tokens(group.task) for group in batch.groups],
-            [len(group.rollouts) for group in batch.groups],
+            np.array([self._max_tokens(group.task) for group in groups], np.int64),
+            np.array([len(group.rollouts) for group in groups], np.int64),
         )
-        rewards_R = shaped_rewards(flat, max_tokens_R, self.settings)
+        rewards_R = shaped_rewards(part.flat, max_tokens_R, settings)
         penalty_N = None
-        if self.settings.kl_in_reward:
+        if settings.kl_in_reward:
             assert inputs.proximal_N is not None
             assert inputs.reference_N is not None
-            kl_N = kl.estimate(self.settings.kl_estimator, inputs.proximal_N, inputs.reference_N)
-            penalty_N = self.settings.kl_beta * kl_N.cpu().numpy().astype(np.float64)
-        return token_advantages(flat, rewards_R, penalty_N, self.settings, self.ranks)
+            kl_N = kl.estimate(settings.kl_estimator, inputs.proximal_N, inputs.reference_N)
+            penalty_N = settings.kl_beta * kl_N.cpu().numpy().astype(np.float64)
+        return token_advantages(part.flat, rewards_R, penalty_N, settings, self.ranks)
 
     # ---- one update
 
-    def _accumulate(self, current: _BatchInTraining, chosen_R: np.ndarray) -> UpdateLoss:
-        """Run forward and backward over one update's rollouts; gradients add up in the masters."""
-        flat, inputs, stats = current.flat, current.inputs, current.stats
+    def _accumulate(self, current: _BatchInTraining, part: LossPart, chosen_R: np.ndarray) -> None:
+        """Run forward and backward over a part's rollouts of an update; gradients add up in the masters."""
+        flat, inputs = part.flat, part.inputs
         sums = self.ranks.sum(update_sums(flat, chosen_R))
-        weights_N = loss_weights(
-            flat, chosen_R, sums, self.settings.aggregation, self._constant_length
-        )
-        weights_N *= 1.0 - self.config.train.ptx.coefficient
-        inputs.weigh(weights_N)
+        aggregation = part.algorithm.settings.aggregation
+        inputs.weigh(loss_weights(flat, chosen_R, sums, aggregation, self._constant_length))
         self.policy.train()
-        live_R, idle_R = self._split_idle(current, chosen_R)
+        live_R, idle_R = self._split_idle(part, chosen_R)
 
         def finish(pack: Pack, logprobs_N: Tensor, entropies_N: Tensor) -> Tensor:
-            loss, result = pack_loss(self.algorithm, pack, inputs, logprobs_N, entropies_N)
-            stats.add(result, before_update=not current.is_updated)
-            return loss
+            loss, result = pack_loss(part.algorithm, pack, inputs, logprobs_N, entropies_N)
+            part.stats.add(result, before_update=not current.is_updated)
+            return loss if part.weight == 1 else part.weight * loss
 
         for part_R, backward in ((live_R, self.loss_scale.backward), (idle_R, None)):
             run_passes(
                 self.policy,
-                self._packs(flat, part_R),
+                self._packs(flat, part_R, joined_by=part.algorithm if part.joins_rows else None),
                 self._counted(inputs.sampled_for),
                 finish,
                 backward=backward,
                 check=functools.partial(self._check_stop, current),
             )
-        return UpdateLoss(stats, self.ranks)
 
-    def _split_idle(
-        self, current: _BatchInTraining, chosen_R: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _split_idle(self, part: LossPart, chosen_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(rollouts to train, rollouts whose gradient is zero by construction).
 
         The second kind needs a forward pass for the metrics, and no backward pass.
         """
-        if self.settings.kl_in_loss or self.ranks.world > 1:
+        if part.algorithm.settings.kl_in_loss or self.ranks.world > 1:
             return chosen_R, chosen_R[:0]
-        flat = current.flat
+        flat = part.flat
         active_R = np.bincount(
-            flat.rollout_N, weights=current.advantages_N != 0, minlength=len(flat.rollouts)
+            flat.rollout_N, weights=part.advantages_N != 0, minlength=len(flat.rollouts)
         )
         live = active_R[chosen_R] > 0
         return chosen_R[live], chosen_R[~live]
-
-    def _accumulate_texts(
-        self, stream: TextStream, update: int, current: _BatchInTraining
-    ) -> float:
-        """Add the gradient of the update's texts, times the coefficient; return their mean loss."""
-        ptx = self.config.train.ptx
-        texts = stream.peek(update * ptx.sequences_per_step, ptx.sequences_per_step, self.ranks)
-        num_tokens = max(self.ranks.sum_of(sum(len(text.predictors) for text in texts)), 1.0)
-        losses: list[HostCopy] = []
-
-        def sampling(pack: Pack) -> tuple[Tensor, None]:
-            ones = {"dtype": self._exact_dtype, "device": self.policy.device}
-            return torch.ones(len(pack.target_N), **ones), None
-
-        def finish(_: Pack, logprobs_N: Tensor, __: Tensor) -> Tensor:
-            loss = -logprobs_N.sum() / num_tokens
-            losses.append(HostCopy(loss.detach()))
-            return ptx.coefficient * loss
-
-        packs = make_packs(
-            [[number] for number in range(len(texts))],
-            [text.token_ids for text in texts],
-            [text.predictors for text in texts],
-            np.cumsum([0, *(len(text.predictors) for text in texts)]),
-            **self._packing(),
-        )
-        check = functools.partial(self._check_stop, current)
-        backward = self.loss_scale.backward
-        counted = self._counted(sampling)
-        run_passes(self.policy, packs, counted, finish, backward=backward, check=check)
-        return self.ranks.sum_of(sum(float(loss.wait()) for loss in losses))
 
     def _counted(self, sampling: Sampling) -> Sampling:
         """Count a pack as work when its forward pass begins."""
@@ -517,7 +495,9 @@ class Consumer:
 
     # ---- packs
 
-    def _packs(self, flat: FlatBatch, chosen_R: np.ndarray) -> Iterator[Pack]:
+    def _packs(
+        self, flat: FlatBatch, chosen_R: np.ndarray, *, joined_by: Algorithm | None = None
+    ) -> Iterator[Pack]:
         """Packs of the chosen rollouts' rows that have trained tokens.
 
         Rows of one rollout share a pack if the loss of a token depends on the rollout's other tokens.
@@ -525,11 +505,13 @@ class Consumer:
         units: dict[int, list[int]] = {}
         for number in flat.rows_of(chosen_R).tolist():
             if len(flat.predictors[number]):
-                owner = int(flat.rollout_S[number]) if self._joins_rows else number
+                owner = number if joined_by is None else int(flat.rollout_S[number])
                 units.setdefault(owner, []).append(number)
         if not self._can_pack and any(len(unit) > 1 for unit in units.values()):
+            assert joined_by is not None
+            settings = joined_by.settings
             raise RunError(
-                f"training: {self.settings.name} with correction {self.settings.correction} needs a "
+                f"training: {settings.name} with correction {settings.correction} needs a "
                 "rollout's rows in one forward pass, and this model takes one row at a time"
             )
         return make_packs(
@@ -538,17 +520,11 @@ class Consumer:
             flat.predictors,
             flat.bounds_S1,
             flat.rollout_S,
-            **self._packing(),
+            budget=self._token_budget,
+            joins=self._can_pack,
+            device=self.policy.device,
+            ranks=self.ranks,
         )
-
-    def _packing(self) -> dict[str, Any]:
-        """How rows are packed: the keywords of `make_packs`."""
-        return {
-            "budget": self._token_budget,
-            "joins": self._can_pack,
-            "device": self.policy.device,
-            "ranks": self.ranks,
-        }
 
     # ---- settings
 

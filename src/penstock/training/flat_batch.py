@@ -49,17 +49,19 @@ class FlatBatch:
         `end_ids` are the tokens that an engine bans from the first `min_tokens` of a response.
         """
         rollouts = tuple(rollout for group in groups for rollout in group.rollouts)
-        group_R = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
+        sizes_G = np.array([len(group.rollouts) for group in groups], dtype=np.int64)
+        group_R = np.repeat(np.arange(len(groups)), sizes_G)
         truncated_R = np.array([rollout.finish_reason == "length" for rollout in rollouts], bool)
         trained = _TrainedTokens.of(rollouts, truncated_R if settings.mask_truncated else None)
         rows = trained.rows()
         predictors = tuple(predictor for parts in rows for _, predictor in parts)
+        num_rows_R = np.array([len(parts) for parts in rows], dtype=np.int64)
         temperatures_R = np.array([rollout.temperature or 1.0 for rollout in rollouts])
         return cls(
             rollouts=rollouts,
             token_ids=tuple(ids for parts in rows for ids, _ in parts),
             predictors=predictors,
-            rollout_S=np.repeat(np.arange(len(rollouts)), [len(parts) for parts in rows]),
+            rollout_S=np.repeat(np.arange(len(rollouts)), num_rows_R),
             bounds_S1=np.cumsum([0, *(len(predictor) for predictor in predictors)]),
             group_R=group_R,
             bounds_R1=trained.bounds_R1,

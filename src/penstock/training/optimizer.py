@@ -26,8 +26,8 @@ from penstock.errors import UserError
 from penstock.model.loading import format_of
 from penstock.model.transfer import HostCopy
 from penstock.training.dither import HALF_FORMATS, Place, dither_, dither_key
-from penstock.training.metrics import UpdateLoss
 from penstock.training.parallel.sharding import Sharding, local
+from penstock.training.stats import UpdateLoss
 from penstock.waits import tell_stage
 
 Outcome = Callable[[], tuple[float, bool]]  # (gradient norm, whether loss and norm are finite)

@@ -403,7 +403,8 @@ def _prompts(count: int) -> list[Prompt]:
 
 def _validity(config: Config, task: str, recorded: Recorded) -> IsValidSample:
     """The rule of a run, with what was recorded in the place of a user's code."""
-    settings = None if ":" in config.algorithm.name else run_settings(config)
+    is_own = ":" in config.task_algorithm(task).name
+    settings = None if is_own else run_settings(config, task)
     by_record = settings is None or bool(config.task_produce(task).is_valid_sample)
 
     def is_valid(rollouts: Sequence[Rollout]) -> bool:

@@ -5,9 +5,15 @@ What cannot be trained is refused by `check_algorithm`; the other sections' doub
 
 from __future__ import annotations
 
-from penstock.config import Config, Section
+from penstock.config import AlgorithmConfig, Config, Section
 from penstock.training.algo import ALGORITHMS
-from penstock.training.algo.method import CISPO, Reinforce, algorithm_class, run_settings
+from penstock.training.algo.method import (
+    CISPO,
+    Reinforce,
+    algorithm_class,
+    run_settings,
+    task_algorithms,
+)
 from penstock.training.algo.settings import AlgorithmSettings
 
 
@@ -16,10 +22,15 @@ def algorithm_doubts(config: Config) -> list[str]:
 
     None for an algorithm of the user's own: `penstock config` may show a stranger's file, and runs no code of it.
     """
-    if config.algorithm.name not in ALGORITHMS:
-        return []
-    settings = run_settings(config)
-    return [*_biases(config, settings), *_without_effect(config, settings)]
+    lines = []
+    for task in config.tasks:
+        algorithm = config.task_algorithm(task)
+        if algorithm.name in ALGORITHMS:
+            settings = run_settings(config, task)
+            said = [*_biases(config, settings), *_without_effect(config, algorithm, settings)]
+            is_own = algorithm != config.algorithm
+            lines += [f"tasks.{task}: {line}" if is_own else line for line in said]
+    return list(dict.fromkeys(lines))
 
 
 def _biases(config: Config, settings: AlgorithmSettings) -> list[str]:
@@ -51,9 +62,13 @@ def _biases(config: Config, settings: AlgorithmSettings) -> list[str]:
     return lines
 
 
-def _without_effect(config: Config, settings: AlgorithmSettings) -> list[str]:
-    """A line for each key of [algorithm] that is set and that this run does not read."""
+def _without_effect(
+    config: Config, algorithm: AlgorithmConfig, settings: AlgorithmSettings
+) -> list[str]:
+    """A line for each key of an algorithm's table that is set and that this run does not read."""
     unread: dict[str, str] = {}
+    if len(set(task_algorithms(config).values())) == 1:
+        unread["weight"] = "one algorithm for all tasks"
     if not settings.needs_reference:
         unread |= dict.fromkeys(("kl_in", "kl_estimator"), "kl_beta 0")
     if not settings.filter_groups:
@@ -68,8 +83,8 @@ def _without_effect(config: Config, settings: AlgorithmSettings) -> list[str]:
         unread |= dict.fromkeys(clips, f"{settings.name}: no ratio")
     if _method_is(settings, CISPO):
         unread["dual_clip"] = f"{settings.name}: its ratio has a bound of its own"
-    if config.algorithm.correction.kind != "none" and settings.correction != "none":
-        alone = config.algorithm.model_copy(update={"decoupled": False})
+    if algorithm.correction.kind != "none" and settings.correction != "none":
+        alone = algorithm.model_copy(update={"decoupled": False})
         if run_settings(config.model_copy(update={"algorithm": alone})) == settings:
             unread["decoupled"] = f"correction {settings.correction}, which decouples by itself"
     if settings.normalize == "batch" and settings.baseline == "batch_mean":
@@ -79,7 +94,7 @@ def _without_effect(config: Config, settings: AlgorithmSettings) -> list[str]:
         unread["baseline"] = (
             "normalize batch: group_mean and leave_one_out give the same advantages"
         )
-    keys, correction = _keys_set(config.algorithm), _keys_set(config.algorithm.correction)
+    keys, correction = _keys_set(algorithm), _keys_set(algorithm.correction)
     lines = [
         f"algorithm.{key} has no effect with {why}" for key, why in unread.items() if key in keys
     ]

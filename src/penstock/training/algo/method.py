@@ -208,14 +208,24 @@ def algorithm_class(name: str) -> type[Algorithm]:
     return method
 
 
-def run_settings(config: Config) -> AlgorithmSettings:
-    """The settings of a run: those of its algorithm, for its engine and its sampling.
+def run_settings(config: Config, task: str | None = None) -> AlgorithmSettings:
+    """The settings of a run, or of one of its tasks: those of its algorithm, for its engine and its sampling.
 
     Only Penstock's own engine computes as the trainer does, and only while every token may be sampled.
     """
     cuts = any(config.task_sampling(task).cuts_tokens for task in config.tasks)
     all_transformers = all(engine.name == "transformers" for engine in config.engine_kinds())
-    return resolve_settings(config.algorithm, exact_engine=all_transformers, cuts_tokens=cuts)
+    algorithm = config.algorithm if task is None else config.task_algorithm(task)
+    return resolve_settings(algorithm, exact_engine=all_transformers, cuts_tokens=cuts)
+
+
+def task_algorithms(config: Config) -> dict[str, Algorithm]:
+    """The algorithm of each task; tasks with equal settings share one, and its denominators."""
+    algorithms: dict[AlgorithmSettings, Algorithm] = {}
+    for task in config.tasks:
+        settings = run_settings(config, task)
+        algorithms.setdefault(settings, algorithm_class(settings.name)(settings))
+    return {task: algorithms[run_settings(config, task)] for task in config.tasks}
 
 
 def resolve_settings(
@@ -254,63 +264,71 @@ def resolve_settings(
     )
 
 
-def _check_normalization(settings: AlgorithmSettings) -> None:
+def _check_normalization(settings: AlgorithmSettings, key: str) -> None:
     """Refuse to divide rewards by a deviation around a mean that was not subtracted: near-equal rewards explode."""
     if settings.normalize == "group" and not settings.group_relative:
         raise UserError(
-            f"algorithm.normalize: got group with baseline {settings.baseline}, allowed: baseline group_mean | "
+            f"{key}.normalize: got group with baseline {settings.baseline}, allowed: baseline group_mean | "
             "leave_one_out, or normalize batch | none"
         )
     if settings.normalize == "batch_rewards" and settings.baseline == "none":
         raise UserError(
-            "algorithm.normalize: got batch_rewards with baseline none, allowed: another baseline, or "
+            f"{key}.normalize: got batch_rewards with baseline none, allowed: another baseline, or "
             "normalize batch | none"
         )
 
 
-def check_algorithm(config: Config) -> None:
-    """Refuse settings that cannot be trained, before any weight is loaded."""
-    settings = run_settings(config)
-    for task in config.tasks:
-        if config.tasks[task].demonstrates != settings.imitates:
-            raise UserError(
-                f"tasks.{task}.agent: got {config.tasks[task].agent} with algorithm {settings.name}, allowed: "
-                "demonstration with algorithm sft, another agent with another algorithm"
-            )
-        generations = config.task_sampling(task).num_generations
-        if settings.group_relative and generations < 2:
-            raise UserError(
-                f"tasks.{task}: sampling.num_generations got {generations} with algorithm "
-                f"{settings.name}, allowed: at least 2 (it compares the rollouts of one prompt)"
-            )
-        if settings.filter_groups and generations < 2:
-            raise UserError(
-                f"algorithm.filter_groups: got true with tasks.{task} sampling.num_generations {generations}, "
-                "allowed: false, or at least 2 (one rollout is all right or all wrong, so every group is refused)"
-            )
-    _check_normalization(settings)
+def _check_task(config: Config, task: str) -> None:
+    """Refuse an algorithm that cannot train this task."""
+    settings = run_settings(config, task)
+    key = f"tasks.{task}.algorithm" if config.tasks[task].algorithm else "algorithm"
+    if config.tasks[task].demonstrates != settings.imitates:
+        raise UserError(
+            f"tasks.{task}.agent: got {config.tasks[task].agent} with algorithm {settings.name}, allowed: "
+            "demonstration with algorithm sft, another agent with another algorithm"
+        )
+    generations = config.task_sampling(task).num_generations
+    if settings.group_relative and generations < 2:
+        raise UserError(
+            f"tasks.{task}: sampling.num_generations got {generations} with algorithm "
+            f"{settings.name}, allowed: at least 2 (it compares the rollouts of one prompt)"
+        )
+    if settings.filter_groups and generations < 2:
+        raise UserError(
+            f"{key}.filter_groups: got true with tasks.{task} sampling.num_generations {generations}, "
+            "allowed: false, or at least 2 (one rollout is all right or all wrong, so every group is refused)"
+        )
+    _check_normalization(settings, key)
     if settings.kl_beta > 0 and settings.kl_in == "none":
         raise UserError(
-            f"algorithm.kl_beta: got {settings.kl_beta} with kl_in none, "
+            f"{key}.kl_beta: got {settings.kl_beta} with kl_in none, "
             "allowed: 0, or kl_in loss | reward"
         )
     cuts = any(config.task_sampling(task).cuts_tokens for task in config.tasks)
     if settings.newest_from_trainer and cuts:
         raise UserError(
-            "algorithm.correction.newest: got trainer with top_k or top_p, allowed: engine, whose log-probs "
+            f"{key}.correction.newest: got trainer with top_k or top_p, allowed: engine, whose log-probs "
             "alone know which tokens were cut"
         )
     if settings.kl_estimator == "k3_weighted" and settings.kl_in_reward:
         raise UserError(
-            "algorithm.kl_estimator: got k3_weighted with kl_in reward, allowed: k1, k2, k3 (only a term "
+            f"{key}.kl_estimator: got k3_weighted with kl_in reward, allowed: k1, k2, k3 (only a term "
             "of the loss has a gradient to weigh), or kl_in loss"
         )
+
+
+def check_algorithm(config: Config) -> None:
+    """Refuse settings that cannot be trained, before any weight is loaded."""
+    for task in config.tasks:
+        _check_task(config, task)
+    algorithms = task_algorithms(config).values()
     train = config.train
     ranks = config.launch.num_consumers // train.parallel.copies
-    if train.reference and not settings.needs_reference:
+    if train.reference and not any(method.settings.needs_reference for method in algorithms):
+        names = ", ".join(dict.fromkeys(method.settings.name for method in algorithms))
         raise UserError(
             f"train.reference: got {train.reference!r}, allowed: empty unless "
-            f"algorithm.kl_beta > 0 (it is {settings.kl_beta} for {settings.name})"
+            f"algorithm.kl_beta > 0 (it is 0 for {names})"
         )
     if train.groups_per_step % (train.mini_batches * ranks):
         raise UserError(

@@ -25,6 +25,7 @@ class AlgorithmSettings:
     """All settings of one algorithm. The defaults are those of GRPO."""
 
     name: str = ""
+    weight: float = 1.0  # of its loss beside those of other tasks' algorithms
     imitates: bool = False  # the tokens are demonstrations: sampled by nobody, right by assumption
     baseline: Baseline = "group_mean"  # baseline that is subtracted from a reward
     normalize: Normalize = "group"  # whose deviation divides rewards

@@ -1,0 +1,69 @@
+"""A part of the loss: the rollouts of a batch that one algorithm trains, with their own denominators.
+
+Tasks with the same settings are one part; demonstrations and the texts of `train.ptx` are others. The loss of
+an update is the sum of its parts, each times its weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from penstock.model.transfer import to_device
+from penstock.training.algo.method import Algorithm
+from penstock.training.flat_batch import FlatBatch
+from penstock.training.objective import TokenInputs, joins_tokens
+from penstock.training.policy import Policy
+from penstock.training.stats import TokenStats
+from penstock.types import Group
+
+
+@dataclass(slots=True, kw_only=True)
+class LossPart:
+    """Some groups of a batch on their way through one algorithm."""
+
+    algorithm: Algorithm
+    flat: FlatBatch
+    inputs: TokenInputs
+    stats: TokenStats
+    number_G: np.ndarray  # place of each group in the batch
+    joins_rows: bool  # a rollout's rows need one pack
+    weight: float = 1.0  # of its loss in the loss of an update
+    is_text: bool = False  # texts of one update, which are no groups of the batch
+    advantages_N: np.ndarray = field(default_factory=lambda: np.zeros(0))
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[Group],
+        numbers: Sequence[int],
+        step: int,
+        algorithm: Algorithm,
+        policy: Policy,
+        dtype: torch.dtype,
+    ) -> LossPart:
+        """Lay the groups out for the policy's device; `numbers` are their places in the batch."""
+        flat = FlatBatch.from_groups(groups, step, algorithm.settings, policy.end_ids)
+        return cls(
+            algorithm=algorithm,
+            flat=flat,
+            inputs=TokenInputs.from_batch(flat, dtype, policy.device),
+            stats=TokenStats(flat.num_tokens),
+            number_G=np.array(numbers, dtype=np.int64),
+            joins_rows=joins_tokens(algorithm),
+        )
+
+    @property
+    def name(self) -> str:
+        """What the part learns from: `loss/NAME` is its metric."""
+        return "demonstration" if self.algorithm.settings.imitates else "policy"
+
+    def set_advantages(self, advantages_N: np.ndarray) -> None:
+        """Keep the advantages, for the metrics here and for the loss on the device."""
+        self.advantages_N, inputs = advantages_N, self.inputs
+        inputs.advantage_N = to_device(advantages_N, inputs.weight_N.device).to(
+            inputs.weight_N.dtype
+        )

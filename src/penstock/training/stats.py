@@ -1,0 +1,101 @@
+"""What the forward passes of a batch tell of each trained token, on its way from the device to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.model.transfer import HostCopy
+from penstock.training.objective import PackResult
+from penstock.training.parallel.ranks import Ranks
+
+
+@dataclass(slots=True, kw_only=True)
+class _PendingResult:
+    """The result of a pack on its way to the host."""
+
+    token_N: np.ndarray
+    before_update: bool
+    table_XN: HostCopy  # log-probs, entropies, ratios, clipped, KL if there is a reference
+    loss: HostCopy
+    loss_there: Tensor  # where it was computed
+
+
+class TokenStats:
+    """Figures of each trained token of the batch, from its first or its last forward pass."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.logprob_N = np.full(num_tokens, np.nan)  # of the first pass
+        self.entropy_N = np.full(num_tokens, np.nan)  # of the first pass
+        self.before_update_N = np.zeros(num_tokens, dtype=bool)  # first pass was before any update
+        self.ratio_N = np.full(num_tokens, np.nan)  # of the last pass
+        self.clipped_N = np.full(num_tokens, np.nan)  # of the last pass
+        self.kl_N = np.full(num_tokens, np.nan)  # of the last pass
+        self.losses: list[float] = []  # one per update, over all ranks
+        self._pending: list[_PendingResult] = []
+
+    def add(self, result: PackResult, before_update: bool) -> None:
+        """Keep the result of a pack; its copy to the host runs beside the work on the next pack."""
+        rows = [result.logprob_N, result.entropy_N, result.ratio_N, result.clipped_N]
+        rows += [] if result.kl_N is None else [result.kl_N]
+        table_XN = torch.stack([row.to(result.logprob_N.dtype) for row in rows])
+        self._pending.append(
+            _PendingResult(
+                token_N=result.token_N,
+                before_update=before_update,
+                table_XN=HostCopy(table_XN),
+                loss=HostCopy(result.loss),
+                loss_there=result.loss,
+            )
+        )
+
+    def loss(self) -> float:
+        """Wait for the forward passes since `flush`; return the sum of their losses."""
+        return float(sum(float(result.loss.wait()) for result in self._pending))
+
+    def loss_there(self, device: torch.device) -> Tensor:
+        """The same as a tensor on the device that computed it, without waiting."""
+        zero = torch.zeros((), device=device)
+        return torch.stack([zero, *(result.loss_there for result in self._pending)]).sum()
+
+    def flush(self) -> None:
+        """Keep the results since the last call: waits for forward passes, not for backward passes."""
+        for result in self._pending:
+            index = result.token_N
+            logprob, entropy, ratio, clipped, *kl = result.table_XN.wait().numpy()
+            fresh = np.isnan(self.logprob_N[index])
+            self.logprob_N[index] = np.where(fresh, logprob, self.logprob_N[index])
+            self.entropy_N[index] = np.where(fresh, entropy, self.entropy_N[index])
+            self.before_update_N[index] |= fresh & result.before_update
+            self.ratio_N[index] = ratio
+            self.clipped_N[index] = clipped
+            if kl:
+                self.kl_N[index] = kl[0]
+        self._pending.clear()
+
+
+class UpdateLoss:
+    """The loss of the passes of one update: its parts, each times its weight; ask before the next update's passes."""
+
+    def __init__(self, parts: Sequence[tuple[TokenStats, float]], ranks: Ranks) -> None:
+        self._parts, self._ranks = parts, ranks
+        self._known: float | None = None
+
+    def __call__(self) -> float:
+        """Wait for the forward passes; return the loss over all ranks, and keep that of each part."""
+        if self._known is None:
+            losses = self._ranks.sum(np.array([stats.loss() for stats, _ in self._parts]))
+            self._known = 0.0
+            for (stats, weight), loss in zip(self._parts, losses.tolist(), strict=True):
+                stats.losses.append(loss)
+                self._known += weight * loss
+        return self._known
+
+    def there(self, device: torch.device) -> Tensor:
+        """This rank's loss on the device that computed it, without waiting."""
+        losses = [weight * stats.loss_there(device) for stats, weight in self._parts]
+        return torch.stack(losses).sum()
