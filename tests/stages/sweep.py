@@ -123,7 +123,7 @@ def _any_draw(number: int, choice: Choice) -> Draw:
         dual_clip=(0, 1.5),
         aggregation=("token", "sequence", "constant"),
         baseline=("group_mean", "leave_one_out", "batch_mean", "none"),
-        normalize=("group", "batch", "batch_rewards", "none"),
+        normalize=("group", "mean", "batch", "batch_rewards", "none"),
         kl_in=("loss", "reward"),
         kl_estimator=("k1", "k2", "k3", "k3_weighted"),
         kl_beta=(0.05, 0.5),

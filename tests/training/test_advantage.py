@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.training.algo import advantage
 from penstock.training.algo.settings import AlgorithmSettings
+from penstock.types import Score
+from stages.training_data import config_of, consumer_of, random_batch
 
 REWARDS = np.array([1.0, 0.0, 0.0, 1.0])  # mean 1/2, sample deviation 1/sqrt(3)
 
@@ -107,3 +110,43 @@ def test_running_into_the_limit_never_beats_finishing_late() -> None:
         lengths, np.array([False, True]), np.full(2, 2048), AlgorithmSettings(overlong_penalty=1.0)
     )
     assert cut[1] < cut[0] < 0
+
+
+def test_maxrl_divides_by_the_mean() -> None:
+    settings = AlgorithmSettings(normalize="mean")
+    got = advantage.group_advantages(np.array([1.0, 0.0, 0.0, 0.0]), settings)
+    np.testing.assert_allclose(got, [3.0, -1.0, -1.0, -1.0])
+    got = advantage.group_advantages(np.array([1.0, 1.0, 1.0, 0.0]), settings)
+    np.testing.assert_allclose(got, [1 / 3, 1 / 3, 1 / 3, -1.0])
+    for rewards in ([0.0, 0.0], [1.0, 1.0], [-1.0, 0.0]):
+        assert not advantage.group_advantages(np.array(rewards), settings).any()
+
+
+def test_gdpo_normalises_each_reward_by_itself() -> None:
+    """The second reward varies by a hundredth of the first and counts as much, times its weight."""
+    rewards_GK = np.array([[1.0, 0.01], [0.0, 0.0], [1.0, 0.0], [0.0, 0.01]])
+    first = rewards_GK[:, 0] - 0.5
+    second = rewards_GK[:, 1] - 0.005
+    wanted = first / (first.std(ddof=1) + 1e-4) + 2 * second / (second.std(ddof=1) + 1e-4)
+    got = advantage.sum_of_normalized(rewards_GK, np.array([1.0, 2.0]))
+    np.testing.assert_allclose(got, wanted)
+    assert not advantage.sum_of_normalized(np.ones((3, 2)), np.ones(2)).any()
+    assert not advantage.sum_of_normalized(np.ones((1, 2)), np.ones(2)).any()
+
+
+def test_gdpo_takes_the_rewards_of_its_task_by_name() -> None:
+    """(sum of normalised - the batch's mean) / (the batch's deviation + 1e-4), as TRL's normalize_then_sum."""
+    batch = random_batch(groups=3, size=4)
+    generator = np.random.default_rng(0)
+    parts = generator.random((12, 2))
+    for rollout, (right, short) in zip(batch.rollouts, parts, strict=True):
+        named = {"math": right, "math.format": 0.5, "length": short}
+        rollout.score = Score(right + 0.5 * short, named)
+    rewards = [{"type": "math"}, {"type": "math", "weight": 0.5}]
+    config = config_of(algorithm={"name": "gdpo"}, tasks={"train": {"rewards": rewards}})
+    (part,) = consumer_of(config)._prepare(batch, num_updates=1).parts
+    grouped = torch.tensor(parts).view(3, 4, 2)
+    each = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)
+    summed = (each.view(-1, 2) * torch.tensor([1.0, 0.5], dtype=torch.float64)).sum(1)
+    wanted = (summed - summed.mean()) / (summed.std() + 1e-4)
+    np.testing.assert_allclose(part.advantages_N, wanted.numpy()[part.flat.rollout_N], rtol=1e-9)

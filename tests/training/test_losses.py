@@ -162,8 +162,8 @@ def test_every_algorithm_of_the_table_keeps_the_contract(name) -> None:
     got = algorithm(name).surrogate(tokens)
     assert got.loss_N.shape == got.ratio_N.shape == got.clipped_N.shape == (3,)
     assert not got.ratio_N.requires_grad
-    # On-policy every method's gradient is -advantage at each token (GSPO, RLOO: the sequence's).
-    if name not in ("gspo", "rloo"):
+    # On-policy every method's gradient is -advantage at each token (GSPO, GMPO, RLOO: the sequence's).
+    if name not in ("gspo", "gmpo", "rloo"):
         assert gradient(got.loss_N, tokens.logprobs_N) == pytest.approx([-1.0, 1.0, 0.0])
 
 
@@ -196,3 +196,44 @@ def test_gradients_of_kl_estimators_in_the_loss(sampler: str) -> None:
     else:
         for kind in ("k2", "k3"):
             assert (mean_gradient(kind) - reverse_V).abs().max() > 0.05
+
+
+def test_sapo_gates_smoothly() -> None:
+    """4 / t sigmoid(t (ratio - 1)): 2 / t at ratio 1 with slope 1, and a slope that fades away from it."""
+    tokens = view([1.0, 1.0, 3.0], [2.0, -2.0, 2.0])
+    got = algorithm("sapo").surrogate(tokens)
+    far = 4 / (1 + math.exp(-2))
+    assert got.loss_N.tolist() == pytest.approx([-2 * 2, 2 * 2 / 1.05, -2 * far])
+    slope = 4 * (1 / (1 + math.exp(-2))) * (1 / (1 + math.exp(2)))
+    # d gate / d logprob = slope x ratio
+    wanted = [-2.0, 2.0, -2 * slope * 3]
+    assert gradient(got.loss_N, tokens.logprobs_N) == pytest.approx(wanted)
+
+
+def test_gmpo_clips_logarithms_and_takes_their_mean() -> None:
+    e = math.exp
+    tokens = view(
+        [e(0.6), e(-0.6), e(0.6), e(-0.6)], [1.0, 1.0, -1.0, -1.0], sequences=[0, 0, 1, 1]
+    )
+    got = algorithm("gmpo").surrogate(tokens)
+    # a good token is held from above at 0.4, a bad one from below at -0.4
+    good, bad = e((0.4 - 0.6) / 2), e((0.6 - 0.4) / 2)
+    assert got.loss_N.tolist() == pytest.approx([-good, -good, bad, bad])
+    assert got.clipped_N.tolist() == [True, False, False, True]
+    half_N = got.loss_N / 2  # the mean over each response's equal losses
+    assert gradient(half_N, tokens.logprobs_N) == pytest.approx([0, -good / 2, bad / 2, 0])
+
+
+def test_dppo_masks_by_the_difference_of_probabilities() -> None:
+    old = torch.tensor([0.6, 0.6, 0.6, 0.6, 0.01], dtype=torch.float64)
+    new = torch.tensor([0.9, 0.3, 0.3, 0.9, 0.10], dtype=torch.float64)
+    tokens = TokenView(
+        logprobs_N=new.log().requires_grad_(),
+        anchor_N=old.log(),
+        advantages_N=torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0], dtype=torch.float64),
+        sequence_N=torch.zeros(5, dtype=torch.int64),
+        num_sequences=1,
+    )
+    got = algorithm("dppo").surrogate(tokens)
+    assert got.clipped_N.tolist() == [True, False, True, False, False]  # 0.01 -> 0.1: a ratio of 10
+    assert gradient(got.loss_N, tokens.logprobs_N) == pytest.approx([0, -0.5, 0, 1.5, -10.0])

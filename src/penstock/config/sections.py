@@ -294,7 +294,7 @@ class CorrectionConfig(Section):
 
 class AlgorithmConfig(Section):
     name: str = "grpo"
-    """grpo | dapo | rloo | reinforce_pp | reinforce_pp_baseline | dr_grpo | gspo | cispo | reinforce | sft | `module:Class`."""
+    """grpo | dapo | rloo | reinforce_pp | reinforce_pp_baseline | dr_grpo | gspo | cispo | reinforce | sapo | gmpo | dppo | gdpo | maxrl | sft | `module:Class`."""
     weight: float = Field(1.0, ge=0)
     """Factor of this loss beside those of other tasks' algorithms; each is a mean over its own tokens."""
     clip_low: float | None = Field(None, ge=0)
@@ -307,8 +307,8 @@ class AlgorithmConfig(Section):
     """How token losses become one number; None: the algorithm's own."""
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] | None = None
     """Baseline that is subtracted from the rewards; None: the algorithm's own."""
-    normalize: Literal["group", "batch", "batch_rewards", "none"] | None = None
-    """Whose standard deviation divides the advantage; batch: that of the advantages of all tokens, and their mean is
+    normalize: Literal["group", "mean", "batch", "batch_rewards", "none"] | None = None
+    """Whose standard deviation divides the advantage; mean: the group's mean reward does; batch: that of the advantages of all tokens, and their mean is
     subtracted; batch_rewards: that of all rewards; None: the algorithm's own."""
     kl_in: Literal["loss", "reward", "none"] | None = None
     """Where the KL term goes; None: the algorithm's own."""

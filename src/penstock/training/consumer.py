@@ -45,6 +45,7 @@ from penstock.training.objective import (
     TokenInputs,
     loss_weights,
     pack_loss,
+    separate_rewards,
     shaped_rewards,
     token_advantages,
     update_sums,
@@ -403,6 +404,10 @@ class Consumer:
             np.array([len(group.rollouts) for group in groups], np.int64),
         )
         rewards_R = shaped_rewards(part.flat, max_tokens_R, settings)
+        if settings.normalizes_each_reward:
+            weights = [self._reward_weights(group.task) for group in groups]
+            penalties_R = rewards_R - part.flat.rewards_R
+            rewards_R = separate_rewards(part.flat, weights) + penalties_R
         penalty_N = None
         if settings.kl_in_reward:
             assert inputs.proximal_N is not None
@@ -532,6 +537,10 @@ class Consumer:
         if task in self.config.tasks:
             return self.config.task_sampling(task).max_tokens
         return self.config.sampling.max_tokens
+
+    def _reward_weights(self, task: str) -> list[float]:
+        known = self.config.tasks.get(task)
+        return [] if known is None else [reward.weight for reward in known.rewards]
 
     @property
     def _constant_length(self) -> int:

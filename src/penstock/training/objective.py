@@ -37,6 +37,28 @@ def shaped_rewards(
     return rewards_R
 
 
+def separate_rewards(flat: FlatBatch, weights_of_group: Sequence[Sequence[float]]) -> np.ndarray:
+    """The sum of each rollout's rewards, each normalised in its group by itself.
+
+    A rollout that does not name the rewards of its task has one reward, its sum.
+    """
+    rewards_R = np.zeros(len(flat.rollouts))
+    for number, weights in enumerate(weights_of_group):
+        members_G = np.flatnonzero(flat.group_R == number)
+        named = [_named_rewards(flat.rollouts[member]) for member in members_G]
+        if any(len(values) != len(weights) for values in named):
+            named, weights = [[flat.rollouts[member].reward] for member in members_G], [1.0]
+        if named:
+            rewards_R[members_G] = advantage.sum_of_normalized(np.array(named), np.array(weights))
+    return rewards_R
+
+
+def _named_rewards(rollout: Rollout) -> list[float]:
+    """The rewards of a task's list, in its order; names with a dot are terms inside a reward."""
+    parts = {} if rollout.score is None else rollout.score.parts
+    return [value for name, value in parts.items() if "." not in name]
+
+
 def token_advantages(
     flat: FlatBatch,
     rewards_R: np.ndarray,
@@ -73,7 +95,9 @@ def token_advantages(
     if settings.normalize == "batch_rewards":
         scales_R[:] = advantage.batch_scale(ranks.sum(advantage.moments(rewards_R)))
     advantages_N = (centred_R / scales_R)[flat.rollout_N]
-    if flat.earned_N is not None:  # rewards of turns: a token is credited with what came after it
+    if (
+        flat.earned_N is not None and not settings.normalizes_each_reward
+    ):  # rewards of turns: a token is credited with what came after it
         advantages_N = advantages_N - flat.earned_N / scales_R[flat.rollout_N]
     if to_go_N is not None:
         advantages_N = advantages_N - to_go_N

@@ -18,5 +18,10 @@ ALGORITHMS: dict[str, str] = {
     "gspo": "penstock.training.algo.method:GSPO",
     "cispo": "penstock.training.algo.method:CISPO",
     "reinforce": "penstock.training.algo.method:Reinforce",
+    "sapo": "penstock.training.algo.method:SAPO",
+    "gmpo": "penstock.training.algo.method:GMPO",
+    "dppo": "penstock.training.algo.method:DPPO",
+    "gdpo": "penstock.training.algo.method:GDPO",
+    "maxrl": "penstock.training.algo.method:MaxRL",
     "sft": "penstock.training.algo.method:SFT",
 }

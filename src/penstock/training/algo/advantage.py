@@ -42,11 +42,24 @@ def group_scale(rewards_G: np.ndarray, returns_K: np.ndarray, settings: Algorith
     `returns_K` are the rewards that were still to come at each turn. They may differ much where the rewards
     of whole rollouts hardly do, and must not be divided by less than their own deviation.
     """
-    if settings.normalize != "group":
+    if settings.normalize not in ("group", "mean"):
         return 1.0
     if np.ptp(rewards_G) == 0:
         return np.inf
+    if settings.normalize == "mean":
+        return float(rewards_G.mean()) if rewards_G.mean() > 0 else np.inf
     return float(max(rewards_G.std(ddof=1), returns_K.std(ddof=1))) + GROUP_EPSILON
+
+
+def sum_of_normalized(rewards_GK: np.ndarray, weights_K: np.ndarray) -> np.ndarray:
+    """The weighted sum of one group's rewards, each centred and divided by its own deviation in the group."""
+    centred_GK = np.where(
+        np.ptp(rewards_GK, axis=0) == 0, 0.0, rewards_GK - rewards_GK.mean(axis=0)
+    )
+    if len(rewards_GK) > 1:
+        centred_GK /= rewards_GK.std(axis=0, ddof=1) + GROUP_EPSILON
+    total_G: np.ndarray = centred_GK @ weights_K
+    return total_G
 
 
 def batch_scale(total: np.ndarray) -> float:

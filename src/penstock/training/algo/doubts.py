@@ -9,6 +9,9 @@ from penstock.config import AlgorithmConfig, Config, Section
 from penstock.training.algo import ALGORITHMS
 from penstock.training.algo.method import (
     CISPO,
+    DPPO,
+    GMPO,
+    SAPO,
     Reinforce,
     algorithm_class,
     run_settings,
@@ -81,8 +84,12 @@ def _without_effect(
         unread |= dict.fromkeys(clips, why)
     if _has_no_ratio(settings):
         unread |= dict.fromkeys(clips, f"{settings.name}: no ratio")
-    if _method_is(settings, CISPO):
+    if _method_is(settings, SAPO):
+        unread |= dict.fromkeys(clips, f"{settings.name}: a smooth gate in their place")
+    if any(_method_is(settings, method) for method in (CISPO, GMPO, DPPO)):
         unread["dual_clip"] = f"{settings.name}: its ratio has a bound of its own"
+    if settings.normalizes_each_reward:
+        unread["baseline"] = f"{settings.name}: each reward is centred in its group"
     if algorithm.correction.kind != "none" and settings.correction != "none":
         alone = algorithm.model_copy(update={"decoupled": False})
         if run_settings(config.model_copy(update={"algorithm": alone})) == settings:

@@ -175,6 +175,81 @@ class CISPO(Algorithm):
         return Surrogate(loss_N=loss_N, ratio_N=ratio_N, clipped_N=weight_N != ratio_N)
 
 
+class SAPO(Algorithm):
+    """SAPO: a smooth gate in the place of the clip, 4 / t sigmoid(t (ratio - 1)), whose slope at 1 is 1.
+
+    Tokens far from the sampling policy fade out, those of a negative advantage a little sooner.
+    """
+
+    defaults = AlgorithmSettings(aggregation="sequence", kl_in="none")
+    TEMPERATURE, TEMPERATURE_OF_BAD = 1.0, 1.05
+
+    def surrogate(self, view: TokenView) -> Surrogate:
+        ratio_N = self.log_ratio(view).exp()
+        t_N = view.advantages_N.new_full(view.advantages_N.shape, self.TEMPERATURE_OF_BAD)
+        t_N = t_N.masked_fill(view.advantages_N > 0, self.TEMPERATURE)
+        gate_N = (t_N * (ratio_N - 1)).sigmoid() * 4 / t_N
+        ratio_N = ratio_N.detach()
+        loss_N = -gate_N * view.advantages_N
+        return Surrogate(loss_N=loss_N, ratio_N=ratio_N, clipped_N=ratio_N != ratio_N)
+
+
+class GMPO(Algorithm):
+    """GMPO: the geometric mean of a response's token ratios, each of which is clipped, in logarithms."""
+
+    defaults = AlgorithmSettings(clip_low=0.4, clip_high=0.4, aggregation="sequence", kl_in="none")
+
+    def surrogate(self, view: TokenView) -> Surrogate:
+        log_N, good_N = self.log_ratio(view), view.advantages_N > 0
+        bounded_N = log_N.clamp(-self.settings.clip_low, self.settings.clip_high)
+        held_N = log_N.minimum(bounded_N).where(good_N, log_N.maximum(bounded_N))
+        mean_S = sequence_mean(held_N, view.sequence_N, view.num_sequences)
+        loss_N = -mean_S.exp()[view.sequence_N] * view.advantages_N
+        clipped_N = held_N.detach() != log_N.detach()
+        return Surrogate(loss_N=loss_N, ratio_N=log_N.detach().exp(), clipped_N=clipped_N)
+
+
+class DPPO(Algorithm):
+    """DPPO (binary TV): a token is masked once its probability moved away by more than the bound.
+
+    The bound is on the difference of the two probabilities, not on their ratio, so rare tokens are not cut early.
+    """
+
+    defaults = AlgorithmSettings(clip_low=0.15, clip_high=0.15, aggregation="token", kl_in="none")
+    MAX_RATIO = 20.0
+
+    def surrogate(self, view: TokenView) -> Surrogate:
+        log_N, good_N = self.log_ratio(view), view.advantages_N > 0
+        moved_N = view.logprobs_N.detach().exp() - view.anchor_N.exp()
+        too_high_N = good_N & (moved_N > self.settings.clip_high)
+        too_low_N = (view.advantages_N < 0) & (moved_N < -self.settings.clip_low)
+        masked_N = too_high_N | too_low_N
+        ratio_N = log_N.exp().clamp(max=self.MAX_RATIO)
+        loss_N = -(ratio_N * view.advantages_N).masked_fill(masked_N, 0.0)
+        return Surrogate(loss_N=loss_N, ratio_N=ratio_N.detach(), clipped_N=masked_N)
+
+
+class GDPO(Algorithm):
+    """GDPO: each reward of a task is normalised in its group by itself, then their sum over the batch.
+
+    So a reward that varies little is heard beside one that varies much.
+    """
+
+    defaults = AlgorithmSettings(
+        normalizes_each_reward=True,
+        baseline="batch_mean",
+        normalize="batch_rewards",
+        aggregation="token",
+        kl_in="loss",
+    )
+
+
+class MaxRL(Algorithm):
+    """MaxRL: centred rewards over the group's mean reward: hard prompts count more. For rewards of 0 and 1."""
+
+    defaults = AlgorithmSettings(normalize="mean", kl_in="none")
+
+
 class Reinforce(Algorithm):
     """Plain REINFORCE: log-probability times reward, no ratio, no clip, no baseline."""
 
@@ -266,9 +341,9 @@ def resolve_settings(
 
 def _check_normalization(settings: AlgorithmSettings, key: str) -> None:
     """Refuse to divide rewards by a deviation around a mean that was not subtracted: near-equal rewards explode."""
-    if settings.normalize == "group" and not settings.group_relative:
+    if settings.normalize in ("group", "mean") and not settings.group_relative:
         raise UserError(
-            f"{key}.normalize: got group with baseline {settings.baseline}, allowed: baseline group_mean | "
+            f"{key}.normalize: got {settings.normalize} with baseline {settings.baseline}, allowed: baseline group_mean | "
             "leave_one_out, or normalize batch | none"
         )
     if settings.normalize == "batch_rewards" and settings.baseline == "none":
@@ -288,7 +363,7 @@ def _check_task(config: Config, task: str) -> None:
             "demonstration with algorithm sft, another agent with another algorithm"
         )
     generations = config.task_sampling(task).num_generations
-    if settings.group_relative and generations < 2:
+    if settings.needs_groups and generations < 2:
         raise UserError(
             f"tasks.{task}: sampling.num_generations got {generations} with algorithm "
             f"{settings.name}, allowed: at least 2 (it compares the rollouts of one prompt)"

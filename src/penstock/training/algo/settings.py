@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from penstock.types import Rollout
 
 Baseline = Literal["group_mean", "leave_one_out", "batch_mean", "none"]
-Normalize = Literal["group", "batch", "batch_rewards", "none"]
+Normalize = Literal["group", "mean", "batch", "batch_rewards", "none"]
 CorrectionKind = Literal[
     "none", "token", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
 ]
@@ -28,7 +28,8 @@ class AlgorithmSettings:
     weight: float = 1.0  # of its loss beside those of other tasks' algorithms
     imitates: bool = False  # the tokens are demonstrations: sampled by nobody, right by assumption
     baseline: Baseline = "group_mean"  # baseline that is subtracted from a reward
-    normalize: Normalize = "group"  # whose deviation divides rewards
+    normalize: Normalize = "group"  # whose deviation divides rewards; mean: the group's mean does
+    normalizes_each_reward: bool = False  # in its group, before the rewards of a task are added
     clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, ...
     clip_high: float = 0.2  # ... 1 + clip_high]
     dual_clip: float = 3.0  # the loss of a negative advantage is at most this times |A|; 0: off
@@ -51,8 +52,13 @@ class AlgorithmSettings:
 
     @property
     def group_relative(self) -> bool:
-        """Whether advantages compare rollouts of one prompt, so that a group needs at least two."""
+        """Whether the baseline is that of the rollouts of one prompt."""
         return self.baseline in ("group_mean", "leave_one_out")
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether the rollouts of one prompt are compared, so that there must be two."""
+        return self.group_relative or self.normalizes_each_reward
 
     @property
     def needs_reference(self) -> bool:
