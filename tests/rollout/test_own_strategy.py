@@ -80,7 +80,7 @@ def test_a_step_waits_for_weights_that_its_strategy_waits_for(tmp_path: Path) ->
         taking = asyncio.create_task(stage.producer.take_batch(2))
         await turns()
         assert not taking.done()
-        waits = {wait.who: wait.what for wait in stage.producer.snapshot().waits}
+        waits = {wait.lane: wait.detail for wait in stage.waits.open.values()}
         assert waits["produce t"] == "weights newer than version 0"
         await stage.train(first)
         await turns()

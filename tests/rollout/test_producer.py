@@ -79,8 +79,8 @@ def test_running_ahead_stops_at_the_staleness_bound_and_goes_on_with_new_weights
         batch = await stage.producer.take_batch(1)
         await turns()
         assert not stage.loop.held  # step 3 would be expired under version 0
-        wait = next(w for w in stage.producer.snapshot().waits if w.who == "produce t")
-        assert "step 2 to be consumed" in wait.what or "weights" in wait.what
+        wait = next(w for w in stage.waits.open.values() if w.lane == "produce t")
+        assert "step 2 to be consumed" in wait.detail or "weights" in wait.detail
         await asyncio.sleep(3.0)
         assert stage.producer.read_metrics()["time/producer_wait_s"] == pytest.approx(3.0)
         await stage.train(batch)

@@ -22,6 +22,7 @@ from penstock.rollout.agent.single_turn import SingleTurn
 from penstock.run.twin.virtual_time import VirtualClock
 from penstock.store.journal import Journal
 from penstock.types import Batch, Group, Status, StepReport
+from penstock.waits import Waits
 from stages.fake_agent_loop import FakeAgentLoop
 from stages.fake_engine import FakeEngine
 from stages.rewards import CountingReward
@@ -67,7 +68,7 @@ class ProducerStage:
             seed=0,
             replay_buffer=self.buffer,
         )
-        self.progress = ProduceProgress.build(["t"])
+        self.progress, self.waits = ProduceProgress.build(["t"]), Waits()
         self.producer = Producer(
             tasks=[
                 ProduceTask(
@@ -84,6 +85,7 @@ class ProducerStage:
             groups_per_step=batch,
             sync_weights_interval=interval,
             last_step=last_step,
+            waits=self.waits,
         )
         self.ctx: ProduceContext = self.producer._tasks[0].ctx
         self.ctx.task_batch_size = batch

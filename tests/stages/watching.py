@@ -102,7 +102,6 @@ class WatchdogStage:
         self.notes: list[str] = []
         self.events = SupervisionCallbacks(waits=self.waits, note=self.notes.append)
         settings = WatchdogConfig.model_validate({"stall_s": STALL_S, "action": action})
-        producer_waits = callbacks.pop("producer_waits", list)
         answers = {
             "stack_of": _no_stack,
             "progress_of": _stands_still,
@@ -116,7 +115,6 @@ class WatchdogStage:
             settings,
             cast(Workers, SimpleNamespace(**answers)),
             note=self.notes.append,
-            producer_waits=producer_waits,
         )
 
     def run(self, work: Any, seconds: float = 1000.0) -> str:

@@ -26,17 +26,18 @@ def test_an_engine_that_never_answers_is_named() -> None:
 
 
 def test_parts_of_the_driver_that_wait_for_each_other_are_named() -> None:
-    stage = WatchdogStage(
-        producer_waits=lambda: ["produce sums waits for step 4 to be consumed (60.0 s)"]
-    )
+    stage = WatchdogStage()
 
     async def wait() -> None:
-        with stage.waits.wait("loop", WaitKind.WAIT, "groups of step 4"):
+        with (
+            stage.waits.wait("loop", WaitKind.WAIT, "groups of step 4"),
+            stage.waits.wait("produce sums", WaitKind.WAIT, "step 3 to be consumed"),
+        ):
             await asyncio.get_running_loop().create_future()
 
     line = stage.run(wait())
     assert line.startswith("stuck: nothing has moved for 360 s: loop waits for wait (groups of")
-    assert "produce sums waits for step 4" in line
+    assert "produce sums waits for wait (step 3 to be consumed)" in line
 
 
 def test_the_deepest_wait_is_the_culprit() -> None:

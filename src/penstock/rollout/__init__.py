@@ -13,7 +13,6 @@ from penstock.rollout.producer import Producer, ProduceTask
 from penstock.rollout.progress import (
     ProduceProgress,
     ProducerSnapshot,
-    ProducerWait,
     TaskShares,
     TaskSnapshot,
 )
@@ -48,7 +47,6 @@ __all__ = [
     "ProduceTask",
     "Producer",
     "ProducerSnapshot",
-    "ProducerWait",
     "ReplayBuffer",
     "Sampler",
     "ShouldContinue",

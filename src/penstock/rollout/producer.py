@@ -12,7 +12,7 @@ Tasks do not wait for each other. Knows no engine and no trainer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.data.sampler import Sampler
@@ -22,7 +22,6 @@ from penstock.rollout.group_runner import ProduceContext
 from penstock.rollout.progress import (
     ProduceProgress,
     ProducerSnapshot,
-    ProducerWait,
     TaskShares,
     TaskSnapshot,
 )
@@ -147,8 +146,6 @@ class Producer:
         self._stopping = False
         self._ended = False
         self._fault: BaseException | None = None
-        self._step_waits_for = ""  # what the next step still needs, while it waits
-        self._step_since = 0.0  # when that wait began
         self._idle_since: float | None = None
         self._idle_s = 0.0  # over the run, without the idle time that lasts still
         self._idle_read_s = 0.0  # the idle time when the metrics were read
@@ -336,19 +333,15 @@ class Producer:
             self._changed.notify()
             return resumed
         shares = self._shares.at(step)
-        self._step_since = self._clock()
         while True:
             seen = self._changed.count
             self._raise_fault()
-            missing = self._missing(step, shares)
-            if not missing:
+            if self._is_ready(step, shares):
                 break
             if self._changed.count != seen:
                 continue  # a group expired in the meantime
             self._raise_if_hopeless(step, shares)
-            self._step_waits_for = missing
             await self._changed.wait_after(seen)
-        self._step_waits_for = ""
         groups = [
             group for task in self._tasks for group in task.take(step, shares.get(task.name, 0))
         ]
@@ -360,18 +353,15 @@ class Producer:
             task.strategy.changed.notify()
         return Batch(step=step, groups=tuple(groups))
 
-    def _missing(self, step: int, shares: dict[str, int]) -> str:
-        """Say what the step still waits for; return "" if it waits for nothing."""
-        missing = []
-        for task in self._tasks:
-            share = shares.get(task.name, 0)
+    def _is_ready(self, step: int, shares: dict[str, int]) -> bool:
+        """Whether every task has its share of the step, and none waits for groups that would expire after it."""
+        for task in self._tasks:  # all: each looks which of its groups are too old
             task.strategy.expire(task.ctx, step)
-            ready = task.ctx.completed()
-            if ready < share:
-                missing.append(f"{share - ready} of {share} groups of task {task.name}")
-            elif share and task.strategy.should_wait_for_stragglers(step):
-                missing.append(f"groups of task {task.name} that would expire after step {step}")
-        return ", ".join(missing)
+        return all(
+            task.ctx.completed() >= share and not task.strategy.should_wait_for_stragglers(step)
+            for task in self._tasks
+            if (share := shares.get(task.name, 0))
+        )
 
     def _raise_if_hopeless(self, step: int, shares: dict[str, int]) -> None:
         """Raise a RunError if no task will produce the missing groups."""
@@ -399,27 +389,15 @@ class Producer:
     # -- display ------------------------------------------------------------------------------
 
     def snapshot(self) -> ProducerSnapshot:
-        """The counts of groups by state, and the open waits with their durations."""
-        now = self._clock()
+        """The counts of groups by state."""
         shares = self._shares.at(self.progress.next_consumer_step)
         return ProducerSnapshot(
             tasks=tuple(task.snapshot() for task in self._tasks),
-            waits=tuple(self._open_waits(now)),
             batch_ready=sum(
                 min(task.ctx.completed(), shares.get(task.name, 0)) for task in self._tasks
             ),
             batch_size=self._groups_per_step,
         )
-
-    def _open_waits(self, now: float) -> Iterator[ProducerWait]:
-        """Yield what the next step, the tasks and a pause wait for."""
-        if self._step_waits_for:
-            who = f"step {self.progress.next_consumer_step}"
-            yield ProducerWait(who=who, what=self._step_waits_for, seconds=now - self._step_since)
-        lanes = {"update", *(f"produce {task.name}" for task in self._tasks)}
-        for wait in self._waits.open.values():
-            if wait.lane in lanes:
-                yield ProducerWait(who=wait.lane, what=wait.detail, seconds=now - wait.since)
 
     def read_metrics(self) -> dict[str, float]:
         """The metrics of the producing side since the last call, before any filter."""

@@ -281,19 +281,9 @@ class TaskSnapshot:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class ProducerWait:
-    """Something that a task or a step waits for now, as `penstock train` displays it."""
-
-    who: str
-    what: str
-    seconds: float  # how long the wait has lasted
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
 class ProducerSnapshot:
-    """All tasks of a producer and everything it waits for."""
+    """All tasks of a producer, and how far the next batch is."""
 
-    tasks: tuple[TaskSnapshot, ...]
-    waits: tuple[ProducerWait, ...]
+    tasks: tuple[TaskSnapshot, ...] = ()
     batch_ready: int = 0  # groups of the next step's batch that are there
     batch_size: int = 0

@@ -17,7 +17,7 @@ from penstock.rollout import ProducerSnapshot
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 from penstock.types import Batch
-from penstock.waits import Waits
+from penstock.waits import WaitKind, Waits
 from penstock.workers.rpc import append_to_log
 from penstock.workers.supervise.supervised import SupervisionCallbacks
 
@@ -47,7 +47,7 @@ class BatchSource(Protocol):
         """The metrics of the producing side since the last call."""
 
     def snapshot(self) -> ProducerSnapshot:
-        """The counts of groups by state, and the open waits."""
+        """The counts of groups by state."""
 
 
 class NewestVersion:
@@ -75,8 +75,8 @@ class NewestVersion:
 class Status:
     """What a run does now, for those who show it."""
 
-    def __init__(self, source: BatchSource) -> None:
-        self._source = source
+    def __init__(self, source: BatchSource, waits: Waits) -> None:
+        self._source, self._waits = source, waits
         self.activity = "starting"  # of the loop
         self.newest_batch: Batch | None = None  # that was trained
 
@@ -86,17 +86,15 @@ class Status:
     def trained(self, batch: Batch) -> None:
         self.newest_batch = batch
 
-    def producer_waits(self) -> list[str]:
-        """The open waits of the producing side, each as a phrase with its duration."""
-        return [
-            f"{wait.who} waits for {wait.what} ({wait.seconds:.1f} s)"
-            for wait in self._source.snapshot().waits
-            if wait.seconds >= 0.1
-        ]
-
     def live(self) -> str:
-        """What the loop does, the open waits, then the group counts of each task."""
-        first = "; ".join([self.activity, *self.producer_waits()])
+        """What the loop does, what the producing side waits for, then the group counts of each task."""
+        now = self._waits.clock()
+        waiting = [
+            f"{wait.lane} waits for {wait.detail} ({now - wait.since:.1f} s)"
+            for wait in self._waits.open.values()
+            if wait.what is WaitKind.WAIT and wait.lane != "loop" and now - wait.since >= 0.1
+        ]
+        first = "; ".join([self.activity, *waiting])
         return "\n".join([first, *map(str, self._source.snapshot().tasks)])
 
     def last_failure(self) -> str:

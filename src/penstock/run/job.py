@@ -135,7 +135,6 @@ class Job:
             self.config.watchdog,
             self.workers,
             note=self.tracker.note,
-            producer_waits=self.status.producer_waits,
         )
 
 
@@ -214,7 +213,7 @@ def join_parts(
 
     tracker: in the place of those that the config names.
     """
-    status, note = Status(source), base.notes.add
+    status, note = Status(source, base.waits), base.notes.add
     base.newest_version.follow(source.weights_updated)
     findings = LiveFindings(
         folder, config, total_steps, note=note, last_failure=status.last_failure

@@ -272,4 +272,4 @@ class RecordedBatches:
         return {"time/producer_wait_s": 0.0}
 
     def snapshot(self) -> ProducerSnapshot:
-        return ProducerSnapshot(tasks=(), waits=())
+        return ProducerSnapshot()

@@ -59,11 +59,9 @@ class Watchdog:
         workers: Workers,
         *,
         note: Callable[[str], None],
-        producer_waits: Callable[[], list[str]] = list,
     ) -> None:
         self._waits, self._settings, self._note = waits, settings, note
         self._workers = workers
-        self._producer_waits = producer_waits  # returns a sentence per wait
         self._looks: dict[tuple[str, WaitKind], _Look] = {}  # the last look at each kind of wait
         self._moved: dict[str, float] = {}  # responder -> when it last made progress
         self._told: dict[str, float] = {}  # responder -> when it was last reported
@@ -172,14 +170,9 @@ class Watchdog:
     def _line(self, wait: OpenWait | None) -> str:
         now = self._waits.clock()
         if wait is None:
-            told = self._producer_waits()
-            open_waits = [
-                f"{e.lane} waits for {e}"
-                for e in self._waits.open.values()
-                if not any(text.startswith(f"{e.lane} waits") for text in told)
-            ]
+            waits = (f"{other.lane} waits for {other}" for other in self._waits.open.values())
             since = now - self._waits.moved_at
-            return f"stuck: nothing has moved for {since:.0f} s: {'; '.join(open_waits + told)}"
+            return f"stuck: nothing has moved for {since:.0f} s: {'; '.join(waits)}"
         waiter = wait.task.get_name() if wait.task is not None else wait.lane
         return (
             f"stuck: {wait.responder} has not answered {wait} for {now - wait.since:.0f} s; "
