@@ -47,7 +47,7 @@ from penstock.rollout.agent.function import FunctionAgent, InterruptedCalls
 from penstock.rollout.evaluation.background import Evaluations
 from penstock.rollout.evaluation.evaluate import EvalTask, best_or_pending, choose_problems
 from penstock.run.foundation import BatchSource, Foundation, NewestVersion, Status, lay_foundation
-from penstock.run.run_data import RunData, count_steps, left_behind, overlaps
+from penstock.run.run_data import RunData, count_steps, duplicates, left_behind, overlaps
 from penstock.run.stop_rules import StopRules
 from penstock.store.checkpoint import CheckpointStore
 from penstock.store.journal import Journal
@@ -189,7 +189,7 @@ async def open_job(
                 f"note: train.episodes {config.train.episodes:g} is {total_steps} steps of trained groups; "
                 "refused groups are drawn in addition, so the run passes over its prompts more often"
             )
-        for text in [*doubts, *data.duplicates()]:
+        for text in [*doubts, *duplicates(data.train)]:
             job.notes.add(text)
         job.findings.start(base.journal.last_committed_step(), job.facts)
         yield job

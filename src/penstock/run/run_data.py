@@ -51,20 +51,21 @@ class RunData:
     async def read(cls, config: Config, with_training: bool = True) -> RunData:
         return await left_behind(lambda: cls.load(config, with_training))
 
-    def duplicates(self) -> list[str]:
-        """A line for each training task that has the same prompt more than once."""
-        counts = {name: count_duplicates(data.messages()) for name, data in self.train.items()}
-        return [
-            f"note: tasks.{name}: {again} of {len(self.train[name])} prompts are repeated"
-            for name, again in counts.items()
-            if again
-        ]
-
     def by_key(self) -> dict[str, Dataset]:
         """The datasets by the key that names each, such as `tasks.math.data`."""
         trained = {f"tasks.{name}.data": dataset for name, dataset in self.train.items()}
         judged = {f"eval.tasks.{name}.data": data for name, data in self.evaluation.items()}
         return trained | judged
+
+
+def duplicates(train: Mapping[str, Dataset]) -> list[str]:
+    """A line for each training task that has the same prompt more than once."""
+    counts = {name: count_duplicates(data.messages()) for name, data in train.items()}
+    return [
+        f"note: tasks.{name}: {again} of {len(train[name])} prompts are repeated"
+        for name, again in counts.items()
+        if again
+    ]
 
 
 def overlaps(
