@@ -90,6 +90,21 @@ def test_a_response_cannot_write_special_tokens(model_path: Path) -> None:
     assert forged != pytest.approx(other, abs=1e-6)
 
 
+def test_an_input_that_is_cut_keeps_its_question(model_path: Path) -> None:
+    """Without its question, a long response could not be wrong."""
+    scorer = Scorer(RewardModelOptions(path=str(model_path), max_tokens=12).model_dump())
+    items = [
+        {"messages": [{"role": "user", "content": question}], "response": "x" * 500 + "end"}
+        for question in ("six?", "six!", "seven sevens are how many?")
+    ]
+    first, second, _ = scorer.score(items)
+    assert first != pytest.approx(second, abs=1e-6)
+    tokens = [scorer.tokens(item["messages"], item["response"]) for item in items]
+    assert [len(ids) for ids in tokens] == [12, 12, 12]
+    text = scorer.chat.decode_prompt(tokens[0]).replace(" ", "")
+    assert (text[:4], text[-3:]) == ("six?", "end")
+
+
 @pytest.mark.slow
 def test_scores_are_those_of_the_model(model_path: Path) -> None:
     async def run() -> list[Score]:

@@ -23,6 +23,7 @@ from penstock.errors import UserError
 Message = Mapping[str, Any]
 _OWN_ARGUMENTS = frozenset({"messages", "add_generation_prompt", "tokenize"})  # set here
 _PROBE = "probe7341"  # text that no template writes itself
+_CUT = "ꙮ⁂ꙮ"  # rendered text is tokenised in pieces: no token spans a cut, and templates print it
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -141,12 +142,14 @@ class ChatTemplate:
         if not texts:
             return []
         encoded = self.tokenizer(texts, add_special_tokens=not self.has_template, verbose=False)
-        return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+        return [
+            self.encode_text(text) if _CUT in text else np.asarray(ids, dtype=np.int32)
+            for text, ids in zip(texts, encoded["input_ids"], strict=True)
+        ]
 
     def encode_rendered(self, text: str) -> np.ndarray:
         """The ids of one rendered prompt, int32, as `encode` makes them."""
-        ids = self.tokenizer(text, add_special_tokens=not self.has_template, verbose=False)
-        return np.asarray(ids["input_ids"], dtype=np.int32)
+        return self._ids(text, add_special_tokens=not self.has_template)
 
     def render(
         self,
@@ -165,13 +168,26 @@ class ChatTemplate:
             return "\n".join(str(message["content"]) for message in conversation)
         return self._apply_template(conversation, arguments or {})
 
+    def encode_answered(self, messages: Sequence[Message], answer: str) -> np.ndarray:
+        """The ids of a conversation and the answer that ends it, int32, for a model that judges it."""
+        answered = [*map(dict, messages), {"role": "assistant", "content": answer}]
+        if not self.has_template:
+            answered[-1]["content"] = self._as_content(answer).replace(_CUT, " ")
+            return self.encode_rendered(self.render(answered))
+        text = self._apply_template(answered, {}, add_generation_prompt=False)
+        return self.encode_rendered(text)
+
     def render_answer(
         self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None
     ) -> tuple[str, str]:
-        """The last message as the template continues the prompt with it, and what it writes after it."""
+        """The last message as the template continues the prompt with it, and what it writes after it.
+
+        Special tokens that it spells are special: a model that learns the answer is to write them.
+        """
         content = str(messages[-1]["content"])
         if not self.has_template:
             return content, ""
+        content = self._as_content(content)
         prompt = self.render(messages[:-1], arguments=arguments)
         whole = self._apply_template(
             [dict(m) for m in messages], arguments or {}, add_generation_prompt=False
@@ -179,7 +195,7 @@ class ChatTemplate:
         start = len(prompt) if whole.startswith(prompt) else max(whole.rfind(content.strip()), 0)
         place = whole.rfind(content.strip(), start)  # many templates trim
         end = len(whole) if place < 0 else place + len(content.strip())
-        return whole[start:end], whole[end:]
+        return whole[start:end].replace(_CUT, ""), whole[end:]
 
     def _end_of_turn(self) -> str:
         """What the template writes after an answer, unless it writes the same after a question.
@@ -230,6 +246,7 @@ class ChatTemplate:
     ) -> str:
         from jinja2 import TemplateError
 
+        conversation = [self._as_content(message) for message in conversation]
         if self._wants_parts:
             conversation = [_in_parts(message) for message in conversation]
         try:
@@ -237,7 +254,7 @@ class ChatTemplate:
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
-                **arguments,
+                **self._as_content(arguments),
             )
         except TemplateError as error:
             roles = ", ".join(str(message.get("role")) for message in conversation)
@@ -247,9 +264,33 @@ class ChatTemplate:
         return str(text)
 
     def encode_text(self, text: str) -> np.ndarray:
-        """The ids of plain text, int32, with nothing added (tool results, text streams)."""
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return np.asarray(ids, dtype=np.int32)
+        """The ids of text, int32, with nothing added (rendered turns, text streams)."""
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> np.ndarray:
+        pieces = text.split(_CUT) if self.has_template else [text]
+        encoded = self.tokenizer(pieces, add_special_tokens=add_special_tokens, verbose=False)
+        return np.asarray([token for ids in encoded["input_ids"] for token in ids], dtype=np.int32)
+
+    def _as_content(self, value: Any) -> Any:
+        """A message, or a part of it, with a cut in each special token that its text spells.
+
+        Only the template begins and ends turns: a content, a tool's result or a response cannot.
+        """
+        if isinstance(value, str):
+            return self._special_texts.sub(
+                lambda match: f"{match[0][0]}{_CUT}{match[0][1:]}", value
+            )
+        if isinstance(value, Mapping):
+            return {name: self._as_content(item) for name, item in value.items()}
+        return [self._as_content(item) for item in value] if isinstance(value, list) else value
+
+    @cached_property
+    def _special_texts(self) -> re.Pattern[str]:
+        tokens = self.tokenizer.added_tokens_decoder.values()
+        texts = [token.content for token in tokens if token.special and len(token.content) > 1]
+        longest_first = sorted(texts, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def decode_prompt(self, ids: Sequence[int] | np.ndarray) -> str:
         """A prompt as the model got it, with every special token."""

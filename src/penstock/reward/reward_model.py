@@ -16,9 +16,11 @@ import os
 import sys
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field
 
 from penstock.config import Section
+from penstock.data.chat import ChatTemplate
 from penstock.errors import RewardError, RunError
 from penstock.reward.line_process import ProcessPool, ProcessSlow, serve_lines
 from penstock.reward.protocol import Reward
@@ -35,7 +37,7 @@ class RewardModelOptions(Section):
     batch_size: int = Field(16, ge=1)
     """Most responses in one forward pass."""
     max_tokens: int = Field(4096, ge=1)
-    """Longest input; longer ones lose their beginning."""
+    """Longest input; of longer ones the response loses its beginning, the question stays."""
     label: int = Field(0, ge=0)
     """Which output is the reward, for models with several."""
     transform: Literal["none", "sigmoid", "softmax"] = "none"
@@ -163,16 +165,13 @@ class Scorer:
             dtype = "float32" if device == "cpu" else "bfloat16"
         remote = settings["trust_remote_code"]
         self._settings, self._device, self._torch = settings, device, torch
-        self._tokenizer = AutoTokenizer.from_pretrained(
-            settings["path"], trust_remote_code=remote, truncation_side="left"
-        )
+        self._tokenizer = AutoTokenizer.from_pretrained(settings["path"], trust_remote_code=remote)
+        self.chat = ChatTemplate(self._tokenizer)
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         self._model = AutoModelForSequenceClassification.from_pretrained(
             settings["path"], dtype=getattr(torch, dtype), trust_remote_code=remote
         )
-        tokens = self._tokenizer.added_tokens_decoder.values()
-        self._special_tokens = [token.content for token in tokens if token.special]
         if self._model.config.pad_token_id is None:
             self._model.config.pad_token_id = self._tokenizer.pad_token_id
         self._model.to(device).eval()
@@ -185,14 +184,8 @@ class Scorer:
 
     def score(self, items: list[dict[str, Any]]) -> list[float]:
         """One number per item, in their order."""
-        inputs = self._tokenizer(
-            [self._text(item) for item in items],
-            return_tensors="pt",
-            padding=True,
-            truncation=True,
-            max_length=self._settings["max_tokens"],
-            add_special_tokens=self._tokenizer.chat_template is None,
-        ).to(self._device)
+        ids = [self.tokens(item["messages"], item["response"]).tolist() for item in items]
+        inputs = self._tokenizer.pad({"input_ids": ids}, return_tensors="pt").to(self._device)
         with self._torch.inference_mode():
             logits = self._model(**inputs).logits.float()
         if self._settings["transform"] == "sigmoid":
@@ -201,14 +194,14 @@ class Scorer:
             logits = logits.softmax(-1)
         return [float(value) for value in logits[:, self._settings["label"]].cpu()]
 
-    def _text(self, item: dict[str, Any]) -> str:
-        response = item["response"]
-        for token in self._special_tokens:  # the response must not end its turn and begin another
-            response = response.replace(token, f"{token[:1]} {token[1:]}")
-        messages = [*item["messages"], {"role": "assistant", "content": response}]
-        if self._tokenizer.chat_template is not None:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
-        return "\n".join(str(message["content"]) for message in messages)
+    def tokens(self, messages: list[dict[str, Any]], response: str) -> np.ndarray:
+        """The conversation in tokens; a response that does not fit behind its question loses its beginning."""
+        whole = self.chat.encode_answered(messages, response)
+        most = self._settings["max_tokens"]
+        question = len(self.chat.encode(messages)) if messages and len(whole) > most else 0
+        if question >= most:
+            return whole[-most:]
+        return np.concatenate([whole[:question], whole[question:][question - most :]])
 
 
 def main() -> None:

@@ -43,6 +43,9 @@ ENDS = {  # by the beginning of a template's name: what its models end an answer
     "smolvlm": ("<end_of_utterance>",),
 }
 _SPECIAL = re.compile(r"<\|[^<>\s'\"]+?\|?>|<[^<>\s'\"]+?\|>|<｜[^<>\s'\"]+?｜>|</?[a-z_]+>")
+TOOL_TAGS = {  # tokens of their own that are not special, as Qwen's tokenizer has them
+    f"<{slash}{name}>" for slash in ("", "/") for name in ("tool_call", "tool_response")
+}
 TOOL = {
     "type": "function",
     "function": {
@@ -118,6 +121,7 @@ def core() -> Any:
 
     special = {token for text in TEMPLATES.values() for token in _SPECIAL.findall(text)}
     special |= {end for ends in ENDS.values() for end in ends}
+    special -= TOOL_TAGS
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
@@ -127,6 +131,7 @@ def core() -> Any:
         (line for text in TEMPLATES.values() for line in text.split("\n")), trainer
     )
     made.add_special_tokens(sorted({*special, "<pad>"}))
+    made.add_tokens(sorted(TOOL_TAGS))
     return made
 
 
