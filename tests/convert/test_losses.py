@@ -52,6 +52,15 @@ CASES: dict[str, tuple[str, str, str, float, float, float, str]] = {
         0.0,
         "trainer",
     ),
+    "openrlhf reinforce_baseline": (
+        OPENRLHF + "--algo.advantage.estimator reinforce_baseline --algo.kl.init_coef 0",
+        "ppb",
+        "tokens",
+        0.2,
+        0,
+        0.0,
+        "trainer",
+    ),
     "openrlhf rloo": (
         OPENRLHF + "--advantage_estimator rloo --use_kl_loss --init_kl_coef 0.1 --kl_estimator k3",
         "rloo",

@@ -16,7 +16,7 @@ from typing import Any
 from penstock.config import AlgorithmConfig, ModelConfig, SamplingConfig, TaskConfig
 from penstock.config.foreign_words import rows
 from penstock.config.sections import Section
-from penstock.convert.tables import COLOSSALAI_FORMS, COLOSSALAI_LOSSES, DEFAULTS, rules
+from penstock.convert.tables import COLOSSALAI_LOSSES, DEFAULTS, colossalai_reward, rules
 from penstock.errors import UserError
 
 _REQUIRED = "required"
@@ -87,11 +87,8 @@ def _defaults(arguments: Mapping[str, Any], grpo: Mapping[str, Any]) -> dict[str
     loss = COLOSSALAI_LOSSES.get(algorithm.upper(), {"name": algorithm})
     tree = merged(tree, nested("algorithm", loss))
     named = grpo.get("reward_fn_type") or arguments.get("evaluation_function_type")
-    reward: dict[str, Any] = {"type": named or "think_answer_tags"}
-    if reward["type"] in COLOSSALAI_FORMS:
-        reward["weight"] = 10.0  # a right answer is 10 there
-    if url := grpo.get("code_verifier_api_url"):
-        reward["options"] = {"servers": [url]}
+    url = grpo.get("code_verifier_api_url")
+    reward = colossalai_reward(str(named or "think_answer_tags"), [url] if url else [])
     return merged(tree, nested("tasks.train.rewards", [reward]))
 
 

@@ -28,4 +28,6 @@ def key_of_word(word: str) -> str:
 def _keys() -> dict[str, str]:
     systems = ("openrlhf", "verl", "trl", COMMON)
     tables = [row for system in systems for row in reversed(rows(system))]
-    return {row["word"].rsplit(".", 1)[-1]: row["key"] for row in tables if row["key"]}
+    return {
+        row["word"].partition(" ")[0].rsplit(".", 1)[-1]: row["key"] for row in tables if row["key"]
+    }

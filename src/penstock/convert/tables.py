@@ -10,11 +10,13 @@ spellings behind it (`model m`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.config.foreign_words import SYSTEMS, rows
+from penstock.convert.words import Unread
 
 TASK, EVAL = "tasks.train", "eval.tasks.heldout"
 
@@ -47,6 +49,15 @@ COLOSSALAI_FORMS = {  # reward type: the system prompt, in our words, and the st
 }
 
 
+def colossalai_reward(name: str, servers: list[str]) -> dict[str, Any]:
+    """A reward by its name there, where a right answer is 10; one of the user's own has its own scale."""
+    scale: dict[str, Any] = {"weight": 10.0} if name in COLOSSALAI_FORMS else {}
+    options: dict[str, Any] = (
+        {"options": {"servers": servers}} if servers and name == "code" else {}
+    )
+    return {"type": name, **scale, **options}
+
+
 def read(value: Any) -> Any:
     """A number, bool or text as it was meant."""
     if not isinstance(value, str):
@@ -74,10 +85,16 @@ def _rewards(value: Any) -> list[dict[str, Any]]:
     return [{"type": str(name)} for name in names]
 
 
-def _words(value: Any) -> list[str]:
+def words_of(value: Any) -> list[str]:
     """The names of a list; "all-linear" means all, which an empty list means here."""
-    names = value if isinstance(value, list) else str(value).strip("[]").replace(",", " ").split()
+    plain = re.sub(r"[\[\](),'\"]", " ", str(value))
+    names = value if isinstance(value, list) else plain.split()
     return [] if names == ["all-linear"] else [str(name) for name in names]
+
+
+def task_name(text: str) -> str:
+    """A text as the name of a task, which is a key without dots."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", text) or "task"
 
 
 TRANSLATIONS: dict[str, Callable[[Any], Any]] = {
@@ -86,13 +103,14 @@ TRANSLATIONS: dict[str, Callable[[Any], Any]] = {
     "secret": read,
     "str": str,
     "float": float,
-    "floats": lambda numbers: [float(number) for number in numbers],
+    "floats": lambda numbers: [float(number) for number in words_of(numbers)],
     "list": list,
-    "words": _words,
+    "words": words_of,
     "rewards": _rewards,
     "reward_model": lambda path: [{"type": "reward_model", "options": {"path": str(path)}}],
     "trackers": trackers,
     "wandb": lambda key: ["console", "wandb"],
+    "tensorboard": lambda folder: ["console", "tensorboard"],
     "at_least_0": lambda number: max(0, int(number or 0)),
     "at_least_1": lambda number: max(1, int(number)),
     "positive": lambda number: int(number) if int(number or 0) > 0 else None,
@@ -136,11 +154,11 @@ def _default(text: str) -> Any:
 
 
 def rules(table: str) -> dict[str, Rule]:
-    """The rules of a table by their words."""
+    """The rules of a table by their words, in every spelling."""
     return {
-        row["word"].split()[0]: Rule(row["key"], row["value"], row["note"])
+        word: Rule(row["key"], row["value"], row["note"])
         for row in rows(table)
-        if row["word"]
+        for word in row["word"].split()
     }
 
 
@@ -155,3 +173,28 @@ DEFAULTS = {  # key, value, note
     ]
     for system in SYSTEMS
 }
+
+
+@dataclass(slots=True)
+class Conversion:
+    """What was read, what it became, and what is left."""
+
+    words: dict[str, Any]
+    settings: dict[str, tuple[Any, str]] = field(default_factory=dict)  # key: (value, comment)
+    left: list[str] = field(default_factory=list)  # words without a counterpart, and why
+    used: set[str] = field(default_factory=set)
+
+    def take(self, word: str, default: Any = None) -> Any:
+        """The value of a word that is translated together with others."""
+        value = self.words.get(word, default)
+        self.used.add(word)
+        if isinstance(value, Unread):
+            self.left.append(f"{word} = {value}: code, or a variable that is not set")
+            return default
+        return read(value)
+
+    def put(self, key: str, value: Any, comment: str = "") -> None:
+        self.settings[key] = (value, comment)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        return self.settings[key][0] if key in self.settings else default

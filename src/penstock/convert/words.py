@@ -22,7 +22,8 @@ from typing import Any
 from penstock.config.changes import flat
 from penstock.errors import UserError
 
-_ASSIGNED = re.compile(r"^(?:export\s+)?([A-Za-z_]\w*)=(\S*)$")
+_ASSIGNED = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
+_OF_COMMAND = re.compile(r"^\s*(?:export\s+)?[A-Za-z_]\w*=[\"']?\$\(")  # NAME=$(...)
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
 
 
@@ -64,9 +65,11 @@ def _of_tree(text: str, path: Path) -> dict[str, Any]:
 
 def _of_command(text: str) -> dict[str, Any]:
     lines = re.sub(r"\\\s*\n", " ", text).splitlines()
-    variables: dict[str, str] = {}
+    variables = {"HOME": str(Path.home())}
     words: dict[str, Any] = {}
     for line in lines:
+        if _OF_COMMAND.match(line):
+            continue
         try:
             tokens = shlex.split(line, comments=True)
         except ValueError as error:
@@ -114,7 +117,11 @@ def _settings(tokens: list[str]) -> dict[str, Any]:
         name, equals, value = token.partition("=")
         is_flag = re.match(r"--?[A-Za-z]", token) is not None
         is_dotted = equals and re.match(r"^[+~]{0,2}[A-Za-z_]\w*(\.\w+)+$", name) is not None
-        if token.startswith("$"):
+        if (
+            token.startswith("$") or "[@]" in token
+        ):  # what the script was given, or what it computes
+            if flag and "@" not in token:
+                words[flag], flag = Unread(token), ""
             continue
         if (is_flag and equals) or is_dotted or (equals and not flag):
             words[_plain(name)], flag = value, ""
@@ -229,6 +236,10 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
             return _computed(ast.BinOp(ast.Constant(0), ast.Sub(), operand), names)
         case ast.BinOp():
             return _computed(node, names)
+        case ast.Compare(ops=[ast.Eq()], comparators=[other]):
+            sides = _value(node.left, names), _value(other, names)
+            is_known = not any(isinstance(side, Unread) for side in sides)
+            return sides[0] == sides[1] if is_known else Unread(ast.unparse(node))
         case ast.Subscript() if ast.unparse(node.value) == "os.environ":
             return _variable(node, _value(node.slice, names), None)
         case ast.Call():
