@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.transformers.cpu.buckets import BucketedKV
+from penstock.engine.transformers.cpu.buckets import BucketedKV, StoredKV
 from penstock.engine.transformers.cuda.regions import Regions
 from penstock.engine.transformers.kv_attention import KVShape
 from penstock.weights.model_weights import model_digest, named_weights
@@ -49,7 +49,7 @@ def test_buckets_keep_every_row_through_moves(events: list[tuple[int, int]]) -> 
             del content[slot]
         else:
             rows = torch.rand(2, size, 1, 2)
-            kv.add(slot, rows, rows + 1)
+            kv.add(slot, size, [(StoredKV(rows, rows + 1), size)])
             content[slot], length[slot] = rows, size
         kv.make_room(length)
         for bucket in kv.in_use:

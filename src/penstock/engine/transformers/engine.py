@@ -91,7 +91,7 @@ class TransformersEngine:
         self._pausing: list[Reply] = []  # pauses with mode "wait" that still wait for requests
         self._asleep = self._closing = False
         self._version, self._digest = 0, ""
-        self._tokens_generated, self._busy_s = 0, 0.0
+        self._tokens_generated, self._tokens_prefilled, self._busy_s = 0, 0, 0.0
         self._burst = Burst()
 
     # ---- on the event loop
@@ -299,8 +299,9 @@ class TransformersEngine:
         limit = self._options.max_tokens_in_flight
         while self._waiting:
             sequence = self._waiting[0]
-            cached = sequence.prompt_key in prefilled or sequence.prompt_key in runner.prompts
-            cost = 0 if cached else sequence.num_prefill_tokens
+            cost = sequence.num_prefill_tokens - runner.known(sequence)
+            if sequence.prompt_key in prefilled:
+                cost = 0  # computed in the same step
             size = sequence.request.num_tokens
             if (admitted and prefill_tokens + cost > self._options.prefill_limit) or (
                 limit and self._tokens_held + size > limit
@@ -315,6 +316,7 @@ class TransformersEngine:
             self._tokens_held += size
             sequence.mark_version(0, self._version)
             admitted.append(sequence)
+        self._tokens_prefilled += prefill_tokens
         return admitted
 
     def _forget_waiting(self, sequence: Sequence) -> None:
@@ -424,6 +426,7 @@ class TransformersEngine:
             running=len(self._by_id) - len(self._waiting),
             waiting=len(self._waiting),
             tokens_generated=self._tokens_generated,
+            tokens_prefilled=self._tokens_prefilled,
             busy_s=self._busy_s,
             paused=self._paused is not None,
             batch_invariant=self._live_runner.batch_invariant,

@@ -43,7 +43,7 @@ class Load:
         samplings = [config.task_sampling(task) for task in tasks]
         groups = config.train.groups_per_step * max(_steps_ahead(config, task) for task in tasks)
         requests = groups * max(sampling.num_generations for sampling in samplings)
-        engines, beside = 1, False
+        engines, beside = 1 if gpus or launch.kind == "ray" else launch.num_producers, False
         if launch.kind != "ray" and gpus:  # Ray reserves GPUs for each actor
             before = 0 if launch.colocate else launch.num_consumers
             one_device = config.model.device not in ("auto", "cuda")
@@ -88,7 +88,7 @@ class TransformersOptions:
     fuse: bool = True  # one matrix product for q, k, v and one for gate, up
     pack: bool = True  # on a CPU: keep a second copy of the weights in its library's layout
     cuda_graphs: bool = True
-    kv_memory_share: float = 0.6  # share of the free device memory for the KV cache
+    kv_memory_share: float = 0.6  # share of the device's free memory for keys and values
 
     OPTION_NAMES = (
         "max_tokens_in_flight",

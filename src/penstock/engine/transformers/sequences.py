@@ -260,7 +260,7 @@ class SlotTable:
 
 @dataclass(slots=True, frozen=True)
 class CachedPrompt:
-    """A prefilled prompt, kept while equal prompts still wait."""
+    """A prefilled prompt on a GPU, kept while equal prompts still wait."""
 
     keys: torch.Tensor  # [layers, length, kv heads, size]
     values: torch.Tensor
@@ -272,7 +272,6 @@ class Runner(Protocol):
 
     model: torch.nn.Module
     table: SlotTable
-    prompts: dict[bytes, CachedPrompt]
     vocabulary: int  # size of the vocabulary
     longest: int  # most tokens of one request, prompt and response
     batch_invariant: bool
@@ -280,10 +279,13 @@ class Runner(Protocol):
     def admit(self, sequence: Sequence) -> bool:
         """Reserve a slot and memory for the next step's prefill; False: none is free now."""
 
+    def known(self, sequence: Sequence) -> int:
+        """The leading tokens of a request whose keys and values are stored."""
+
     def step(self, new: list[Sequence], keep_prompts: set[bytes]) -> Finished:
         """Prefill `new` and decode one token for all others; return what has finished and why.
 
-        Prompts in `keep_prompts` stay cached for equal ones that still wait.
+        Prompts in `keep_prompts` are those of requests that still wait.
         """
 
     def synchronize(self) -> Finished:
@@ -293,7 +295,7 @@ class Runner(Protocol):
         """Free a slot and its memory."""
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
-        """Copy checked weights into the model, asleep or awake; drop cached prompts."""
+        """Copy checked weights into the model, asleep or awake; drop stored keys and values."""
 
     def sleep(self) -> None:
         """Release memory. No request may be in a slot."""

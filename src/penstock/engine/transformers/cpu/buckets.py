@@ -7,6 +7,7 @@ views without a gather, and long sequences pad short ones by at most a factor of
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,18 @@ import torch
 from penstock.engine.transformers.kv_attention import KVShape
 
 SMALLEST = 64  # tokens
+
+
+@dataclass(slots=True, frozen=True)
+class StoredKV:
+    """Keys and values of tokens that follow each other, [layers, tokens, kv heads, size]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __getitem__(self, tokens: slice) -> StoredKV:
+        """A copy: a view would keep the memory of all tokens."""
+        return StoredKV(self.keys[:, tokens].clone(), self.values[:, tokens].clone())
 
 
 @dataclass(slots=True)
@@ -43,12 +56,22 @@ class BucketedKV:
         self._buckets: dict[int, Bucket] = {}
         self._place: dict[int, tuple[int, int]] = {}
 
-    def add(self, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store a prefilled sequence, [layers, length, kv heads, size]."""
-        length = keys.shape[1]
+    def add(self, slot: int, length: int, parts: Iterable[tuple[StoredKV, int]]) -> None:
+        """Store a sequence of `length` tokens; of each part, so many tokens."""
         bucket, row = self._new_row(slot, length + 1)
-        bucket.keys[:, row, :length] = keys
-        bucket.values[:, row, :length] = values
+        first = 0
+        for stored, count in parts:
+            end = first + count
+            bucket.keys[:, row, first:end] = stored.keys[:, :count]
+            bucket.values[:, row, first:end] = stored.values[:, :count]
+            first = end
+        assert first == length
+
+    def read(self, slot: int) -> StoredKV:
+        """A view of the slot's row, valid until the next change of the cache."""
+        capacity, row = self._place[slot]
+        bucket = self._buckets[capacity]
+        return StoredKV(bucket.keys[:, row], bucket.values[:, row])
 
     def remove(self, slot: int) -> None:
         """Free the slot's row and move the bucket's last row into it."""
@@ -72,12 +95,9 @@ class BucketedKV:
             if length[slot] >= bucket.capacity
         ]
         for slot in full:
-            capacity, row = self._place[slot]
-            old, stored = self._buckets[capacity], int(length[slot])
-            keys = old.keys[:, row, :stored].clone()
-            values = old.values[:, row, :stored].clone()
+            stored = self.read(slot)[: int(length[slot])]
             self.remove(slot)
-            self.add(slot, keys, values)
+            self.add(slot, int(length[slot]), [(stored, int(length[slot]))])
 
     def clear(self) -> None:
         """Release all memory."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.engine.transformers.cpu.buckets import BucketedKV
+from penstock.engine.transformers.cpu.buckets import BucketedKV, StoredKV
 from penstock.engine.transformers.cpu.cpu_steps import DecodeRows, PrefillRows, RowsStep, round_up
 from penstock.engine.transformers.cpu.invariance import find_row_quantum, linear_sizes
 from penstock.engine.transformers.cpu.packed_linear import ModelLinears, choose_linear
@@ -22,14 +22,8 @@ from penstock.engine.transformers.options import (
     TransformersOptions,
     longest_request,
 )
-from penstock.engine.transformers.sequences import (
-    CachedPrompt,
-    Finished,
-    Sequence,
-    SlotTable,
-    TextOf,
-    lay_out,
-)
+from penstock.engine.transformers.prefix_tree import Node, PrefixTree
+from penstock.engine.transformers.sequences import Finished, Sequence, SlotTable, TextOf
 from penstock.model.decoder import hidden_states, logits
 from penstock.model.decoder_check import check_decoder
 from penstock.model.decoder_weights import read_weights
@@ -37,7 +31,13 @@ from penstock.model.families import Family, family_of
 from penstock.model.loading import end_ids
 from penstock.model.ops import TorchOps
 from penstock.model.sampling import sample
+from penstock.store.space import available_mib
 from penstock.weights.model_weights import load_weights
+
+_KEPT_SHARE = (
+    0.25  # of an engine's memory for keys and values: what the prefix tree keeps of ended requests
+)
+_UNKNOWN_MIB = 4096  # where the system does not tell how much memory is free
 
 
 class CpuRunner:
@@ -68,7 +68,8 @@ class CpuRunner:
         )
         self._ops = TorchOps(self._quantum)
         self._kv = BucketedKV(shape)
-        self.prompts: dict[bytes, CachedPrompt] = {}
+        self._tree: PrefixTree[StoredKV] = PrefixTree(_kept_tokens(shape, options))
+        self._outdated: set[int] = set()  # slots with keys and values of earlier weights
         self._cache = StepCache()
 
     def admit(self, sequence: Sequence) -> bool:
@@ -77,46 +78,76 @@ class CpuRunner:
         self.table.occupy(sequence)
         return True
 
+    def known(self, sequence: Sequence) -> int:
+        return self._tree.known(sequence.token_ids[:-1])
+
     def step(self, new: list[Sequence], keep_prompts: set[bytes]) -> Finished:
         table = self.table
+        prefilled = [sequence for sequence in new if not self._join_decode(sequence)]
         self._kv.make_room(table.length)
         decode = DecodeRows(self._kv, table.length)
-        unique: dict[bytes | int, Sequence] = {}
-        for sequence in new:
-            if sequence.prompt_key not in self.prompts:
-                unique.setdefault(sequence.prompt_key or id(sequence), sequence)
-        # prompts of one length beside each other attend in one call
-        unique = dict(sorted(unique.items(), key=lambda item: item[1].num_prefill_tokens))
-        prefill = PrefillRows(lay_out(list(unique.values()), len(decode.slots_N)))
-        logits_KV = self._forward(decode, prefill, list(unique.values()))
+        ends = [self._tree.path(sequence.token_ids)[-1] for sequence in prefilled]
+        paths = ([*end.ancestors, end] for end in ends)
+        missing = dict.fromkeys(node for path in paths for node in path if node.kv is None)
+        prefill = PrefillRows(list(missing), len(decode.slots_N))
+        logits_NV = self._forward(decode, prefill, ends)
         table.length[decode.slots_N] += 1
-        slots_N, logits_NV = self._store_new(new, unique, decode, prefill, logits_KV, keep_prompts)
+        for node, stored in prefill.finish():
+            self._tree.store(node, stored)
+        for sequence in prefilled:
+            parts = self._tree.read(sequence.token_ids)
+            self._kv.add(sequence.slot, sequence.num_prefill_tokens, parts)
+        self._tree.trim()
+        new_slots = [sequence.slot for sequence in prefilled]
+        slots_N = np.concatenate([decode.slots_N, np.array(new_slots, np.int64)])
         token_N, logprob_N = sample(logits_NV, table.row_sampling(slots_N))
         return table.record(slots_N, token_N.numpy(), logprob_N.numpy(), self._text_of)
+
+    def _join_decode(self, sequence: Sequence) -> bool:
+        """Make a new request of which all but the last token is stored a row to decode."""
+        ids = sequence.token_ids
+        before = len(ids) - 1
+        if not before or self._tree.known(ids[:-1]) < before:
+            return False
+        self._kv.add(sequence.slot, before, self._tree.read(ids[:-1]))
+        self.table.length[sequence.slot] = before
+        self.table.last_token[sequence.slot] = ids[-1]
+        return True
 
     def synchronize(self) -> Finished:
         return []
 
     def release(self, slot: int) -> None:
+        """Free the slot; the keys and values of the request go to the prefix tree."""
+        sequence, length = self.table.sequences[slot], int(self.table.length[slot])
+        if sequence is not None and slot not in self._outdated:
+            ids = np.concatenate([sequence.token_ids, self.table.output(slot)[0]])[:length]
+            row = self._kv.read(slot)
+            for node in self._tree.path(ids):
+                if node.kv is None:
+                    self._tree.store(node, row[node.start : node.end])
+            self._tree.trim()
+        self._outdated.discard(slot)
         self._kv.remove(slot)
         self.table.vacate(slot)
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
         load_weights(self.model, weights)
         self._linears.refresh()
-        self.prompts.clear()
+        self._tree.clear()
+        self._outdated.update(sequence.slot for sequence in self.table.running)
 
     def sleep(self) -> None:
-        self.prompts.clear()
+        self._tree.clear()
         self._kv.clear()
 
     def wake(self) -> None:
         """Do nothing: buckets grow again on demand."""
 
     def _forward(
-        self, decode: DecodeRows, prefill: PrefillRows, fresh: list[Sequence]
+        self, decode: DecodeRows, prefill: PrefillRows, ends: list[Node[StoredKV]]
     ) -> torch.Tensor:
-        """Logits of the decoded rows, then of the last row of each prefilled sequence."""
+        """Logits of the decoded rows, then of the last token of each node in `ends`."""
         decoded = len(decode.slots_N)
         num_rows = prefill.spans[-1].end if prefill.spans else decoded
         if not num_rows:
@@ -125,9 +156,11 @@ class CpuRunner:
         ids, positions = np.zeros((2, rows), np.int64)
         ids[:decoded] = self.table.last_token[decode.slots_N]
         positions[:decoded] = self.table.length[decode.slots_N]
-        for span, sequence in zip(prefill.spans, fresh, strict=True):
-            ids[span.start : span.end] = sequence.token_ids
-            positions[span.start : span.end] = np.arange(span.length)
+        last_row = {}
+        for number, span in enumerate(prefill.spans):
+            ids[span.start : span.end] = span.node.ids
+            positions[span.start : span.end] = np.arange(span.node.start, span.node.end)
+            last_row[span.node] = decoded + number
         logit_rows = [*range(decoded), *(span.end - 1 for span in prefill.spans)]
         padded_rows = np.zeros(round_up(len(logit_rows), self._quantum), np.int64)
         padded_rows[: len(logit_rows)] = logit_rows
@@ -135,7 +168,8 @@ class CpuRunner:
         logits_KV = self._logits(
             RowsStep(decode, prefill), torch.from_numpy(ids), torch.from_numpy(positions), rows_K
         )
-        return logits_KV[: len(logit_rows)]
+        wanted = [*range(decoded), *(last_row[node] for node in ends)]
+        return logits_KV[:decoded] if len(wanted) == decoded else logits_KV[wanted]
 
     def _logits(
         self,
@@ -161,39 +195,12 @@ class CpuRunner:
             )
         return output.logits[0]
 
-    def _store_new(
-        self,
-        new: list[Sequence],
-        unique: dict[bytes | int, Sequence],
-        decode: DecodeRows,
-        prefill: PrefillRows,
-        logits_KV: torch.Tensor,
-        keep_prompts: set[bytes],
-    ) -> tuple[np.ndarray, torch.Tensor]:
-        """Store the prefilled keys and values of new requests; return the slots and logits to sample."""
-        decoded = len(decode.slots_N)
-        if not new:
-            return decode.slots_N, logits_KV
-        prompts: dict[bytes | int, CachedPrompt] = dict(self.prompts.items())
-        if prefill.spans:
-            keys, values = prefill.finish()
-            for i, (key, span) in enumerate(zip(unique, prefill.spans, strict=True)):
-                first, end = span.start - decoded, span.end - decoded
-                prompts[key] = CachedPrompt(
-                    keys[:, first:end], values[:, first:end], logits_KV[decoded + i]
-                )
-        first_logits = []
-        for sequence in new:
-            state = prompts[sequence.prompt_key or id(sequence)]
-            self._kv.add(sequence.slot, state.keys, state.values)
-            first_logits.append(state.logits_V)
-        self.prompts = {
-            key: state
-            for key, state in prompts.items()
-            if isinstance(key, bytes) and key in keep_prompts
-        }
-        slots_N = np.concatenate([decode.slots_N, [sequence.slot for sequence in new]])
-        return slots_N, torch.cat([logits_KV[:decoded], torch.stack(first_logits)])
+
+def _kept_tokens(shape: KVShape, options: TransformersOptions) -> int:
+    """The most tokens of the prefix tree, by the memory that is free when the engine starts."""
+    mib = available_mib() or _UNKNOWN_MIB
+    share = _KEPT_SHARE * options.kv_memory_share / options.load.engines
+    return int(mib * 2**20 * share) // shape.bytes_per_token
 
 
 def _shape_of(family: Family, dtype: torch.dtype) -> KVShape:

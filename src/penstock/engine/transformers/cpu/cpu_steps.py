@@ -1,22 +1,26 @@
-"""One forward pass of the CPU runner: decoded rows first, then packed prompts, then padding.
+"""One forward pass of the CPU runner: decoded rows first, then tokens of new requests, then padding.
 
-Prompt tokens attend causally within their own sequence. The tokens of a partial response attend one row
-at a time, exactly as when they were decoded, so that continuing from a partial changes no bit.
+A token of a new request attends with the bits that it would have as a decoded row. So its keys and values
+do not depend on who computes them: a request that goes on from stored ones changes no bit.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from penstock.engine.transformers.cpu.buckets import Bucket, BucketedKV
-from penstock.engine.transformers.sequences import Span
-from penstock.model.attention import AttentionCall, causal_attention, plain_attention
+from penstock.engine.transformers.cpu.buckets import Bucket, BucketedKV, StoredKV
+from penstock.engine.transformers.prefix_tree import Node
+from penstock.model.attention import AttentionCall, plain_attention
 
 QUANTUM = 16  # attention lengths are multiples of it: a vector remainder would change a row's bits
+_QUERIES = 128  # tokens of a run that attend together: they see no keys that only later ones need
 _LEAST_PLAIN = 64  # keys of a plain attention: torch multiplies tiny matrices by other code
 
 
@@ -40,10 +44,22 @@ class RowsStep:
         heads, rows = call.query.shape[1:3]
         output = call.query.new_empty(1, rows, heads, call.value.shape[3])
         self._decode.attend(layer, call, output)
-        self._prefill.attend(call, output)
+        self._prefill.attend(layer, call, output)
         if self._used < rows:
             output[:, self._used :] = 0
         return output
+
+
+@dataclass(slots=True, frozen=True)
+class Span:
+    """The rows of one node of the prefix tree within a pass."""
+
+    node: Node[StoredKV]
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.node.ids)
 
 
 class DecodeRows:
@@ -104,10 +120,19 @@ class _BucketRows:
 
 
 class PrefillRows:
-    """Packed prompts; collects the keys and values of every layer for `finish`."""
+    """Tokens of new requests, computed together; collects the keys and values of every layer for `finish`.
 
-    def __init__(self, spans: list[Span]) -> None:
-        self.spans = spans
+    A token sees its ancestors in the prefix tree, which are stored or computed in the same pass.
+    """
+
+    def __init__(self, nodes: list[Node[StoredKV]], start: int) -> None:
+        # runs of one shape beside each other attend in one call, which costs more than a short run
+        self.spans: list[Span] = []
+        for node in sorted(nodes, key=lambda node: (node.start, len(node.ids))):
+            self.spans.append(Span(node, start))
+            start = self.spans[-1].end
+        self._rows_of = {span.node: slice(span.start, span.end) for span in self.spans}
+        self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
 
@@ -117,71 +142,130 @@ class PrefillRows:
         self._keys.append(key[0, :, rows].transpose(0, 1))
         self._values.append(value[0, :, rows].transpose(0, 1))
 
-    def attend(self, call: AttentionCall, output: torch.Tensor) -> None:
+    def attend(self, layer: int, call: AttentionCall, output: torch.Tensor) -> None:
         """Fill the prefilled rows of `output` [1, rows, heads, value size]."""
-        for start, count, length in _prompt_runs(self.spans, joined=not call.needs_plain):
-            prompts = slice(start, start + count * length)
-            joined = replace(
-                call,
-                query=_split(call.query, prompts, count),
-                key=_split(call.key, prompts, count),
-                value=_split(call.value, prompts, count),
-            )
-            attended_BHLD = causal_attention(joined, slice(None))
-            output[0, prompts].unflatten(0, (count, length)).copy_(attended_BHLD.transpose(1, 2))
-        for span in self.spans:
-            if span.length > span.prompt_length:
-                partial = slice(span.start + span.prompt_length, span.end)
-                _attend_partial(span, partial, call, output[0, partial])
+        for (before, length), spans in groupby(self.spans, key=_shape):
+            together = list(spans)
+            rows = slice(together[0].start, together[-1].end)
+            seen = [self._seen(layer, span.node, call) for span in together]
+            keys, values = (torch.stack(tensors) for tensors in zip(*seen, strict=True))
+            query = call.query[0, :, rows].transpose(0, 1).unflatten(0, (-1, length))
+            target = output[0, rows].unflatten(0, (-1, length))
+            for first in range(0, length, _QUERIES):
+                part = slice(first, first + _QUERIES)
+                visible = round_up(min(before + part.stop, before + length), QUANTUM)
+                mask = self._mask(before + first, min(length, part.stop) - first, visible, call)
+                visible_keys = keys[:, :, :visible], values[:, :, :visible]
+                attend_runs(query[:, part], *visible_keys, mask, call, target[:, part])
 
-    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the prefilled rows, [layers, rows, kv heads, size]."""
-        return torch.stack(self._keys), torch.stack(self._values)
+    def finish(self) -> Iterator[tuple[Node[StoredKV], StoredKV]]:
+        """Each computed node with its keys and values."""
+        if self.spans:
+            first = self.spans[0].start
+            computed = StoredKV(torch.stack(self._keys), torch.stack(self._values))
+            for span in self.spans:
+                yield span.node, computed[span.start - first : span.end - first]
+
+    def _seen(
+        self, layer: int, node: Node[StoredKV], call: AttentionCall
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a node behind those of its ancestors, [kv heads, padded length, size]."""
+        padded = round_up(node.end, QUANTUM)
+        keys = call.key.new_zeros(call.key.shape[1], padded, call.key.shape[3])
+        values = call.value.new_zeros(call.value.shape[1], padded, call.value.shape[3])
+        for part in [*node.ancestors, node]:
+            tokens = slice(part.start, part.end)
+            if part.kv is None:
+                rows = self._rows_of[part]
+                keys[:, tokens], values[:, tokens] = call.key[0, :, rows], call.value[0, :, rows]
+            else:
+                keys[:, tokens] = part.kv.keys[layer].transpose(0, 1)
+                values[:, tokens] = part.kv.values[layer].transpose(0, 1)
+        return keys, values
+
+    def _mask(self, first: int, count: int, visible: int, call: AttentionCall) -> torch.Tensor:
+        """The additive mask [queries, keys] of tokens from `first` on; built once for all layers."""
+        shape = first, count, visible, call.window
+        if shape not in self._masks:
+            position, key_L = torch.arange(first, first + count), torch.arange(visible)
+            hidden = key_L[None, :] > position[:, None]
+            if call.window is not None:
+                hidden |= key_L[None, :] <= position[:, None] - call.window
+            mask = torch.zeros(hidden.shape, dtype=call.key.dtype)
+            self._masks[shape] = mask.masked_fill_(hidden, -torch.inf)
+        return self._masks[shape]
 
 
-def _prompt_runs(spans: list[Span], joined: bool) -> list[tuple[int, int, int]]:
-    """(first row, prompts, tokens of each) for prompts of one length in adjacent rows.
+def _shape(span: Span) -> tuple[int, int]:
+    return span.node.start, len(span.node.ids)
 
-    A call of the fused attention costs more than a short prompt. It computes each sequence on its own,
-    so joining them changes no bit; `joined` is False for attention without this property.
+
+def attend_runs(
+    query_CLHD: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask_LK: torch.Tensor,
+    call: AttentionCall,
+    output_CLHD: torch.Tensor,
+) -> None:
+    """Attend for runs of tokens over [runs, kv heads, length, size], with the bits of `attend_rows`.
+
+    All tokens of a run form one product where the machine's library gives it the bits of single rows.
     """
-    runs: list[tuple[int, int, int]] = []
-    for span in spans:
-        if joined and runs:
-            start, count, length = runs[-1]
-            if length == span.prompt_length and start + count * length == span.start:
-                runs[-1] = (start, count + 1, length)
-                continue
-        runs.append((span.start, 1, span.prompt_length))
-    return runs
-
-
-def _split(new: torch.Tensor, rows: slice, count: int) -> torch.Tensor:
-    """These rows of [1, heads, rows, size] as [count, heads, rows of each, size]."""
-    return new[0, :, rows].unflatten(1, (count, -1)).transpose(0, 1)
-
-
-def _attend_partial(span: Span, rows: slice, call: AttentionCall, output_NHD: torch.Tensor) -> None:
-    """Attend for the tokens of a partial response, each as in its own decode step."""
-    padded_length = round_up(span.length, QUANTUM)
-
-    def stored(new: torch.Tensor) -> torch.Tensor:
-        """[rows, kv heads, padded length, size] without a copy per row."""
-        sequence = new[0, :, span.start : span.end].transpose(0, 1)
-        padded = sequence.new_zeros(padded_length, *sequence.shape[1:])
-        padded[: span.length] = sequence
-        return padded.transpose(0, 1).expand(rows.stop - rows.start, -1, -1, -1)
-
-    position = torch.arange(span.prompt_length, span.length)
-    key_L = torch.arange(padded_length)
-    hidden = key_L[None, :] > position[:, None]
-    if call.window is not None:
-        hidden |= key_L[None, :] <= position[:, None] - call.window
-    mask = torch.zeros(hidden.shape, dtype=call.key.dtype).masked_fill_(hidden, -torch.inf)
-    query = call.query[0, :, rows].transpose(0, 1)
-    attend_rows(
-        query, stored(call.key), stored(call.value), mask[:, None, None, :], call, output_NHD
+    count, length, heads, size = query_CLHD.shape
+    kv_heads, group = key.shape[1], heads // key.shape[1]
+    if call.needs_plain or not joins_rows(group, size, value.shape[3], key.dtype):
+        step = 32 if call.needs_plain else length  # plain operations copy the keys of each row
+        for run in range(count):
+            for first in range(0, length, step):
+                rows = query_CLHD[run, first : first + step]
+                keys, values = (
+                    stored[run].expand(len(rows), -1, -1, -1) for stored in (key, value)
+                )
+                mask = mask_LK[first : first + step, None, None]
+                output = output_CLHD[run, first : first + step]
+                attend_rows(rows, keys, values, mask, call, output)
+        return
+    query = query_CLHD.unflatten(2, (kv_heads, group)).transpose(1, 2).flatten(2, 3)
+    mask = mask_LK.repeat_interleave(group, dim=0)
+    attended = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask[None, None], scale=call.scale
     )
+    output_CLHD.unflatten(2, (kv_heads, group)).copy_(
+        attended.unflatten(2, (length, group)).transpose(1, 2)
+    )
+
+
+@functools.cache
+def joins_rows(group: int, key_size: int, value_size: int, dtype: torch.dtype) -> bool:
+    """Whether tokens that attend together have the bits of tokens that attend alone; tried once."""
+    generator = torch.Generator().manual_seed(0)
+    keys, most = 1136, _QUERIES  # more keys than the library computes at once
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(dtype)
+
+    query = draw(most, group, key_size)
+    key, value = draw(1, 1, keys, key_size), draw(1, 1, keys, value_size)
+    call = AttentionCall(query, key, value, key_size**-0.5, None, None, None)
+    hidden = torch.arange(keys)[None, :] > torch.arange(keys - most - 5, keys - 5)[:, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+    alone, together = query.new_empty(2, most, group, value_size)
+    attend_rows(
+        query, key.expand(most, -1, -1, -1), value.expand(most, -1, -1, -1), mask[:, None, None],
+        call, alone,
+    )  # fmt: skip
+    for count in (1, 2, 3, 17, 33, most):
+        for first in {0, most - count}:
+            part = slice(first, first + count)
+            attended = functional.scaled_dot_product_attention(
+                query[part].reshape(1, 1, count * group, key_size), key, value,
+                attn_mask=mask[part].repeat_interleave(group, dim=0)[None, None], scale=call.scale,
+            )  # fmt: skip
+            together[part] = attended[0, 0].unflatten(0, (count, group))
+            if not torch.equal(together[part], alone[part]):
+                return False
+    return True
 
 
 def attend_rows(

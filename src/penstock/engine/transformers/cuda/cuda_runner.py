@@ -195,6 +195,9 @@ class CudaRunner:
         self._launched[slot] = 0
         return True
 
+    def known(self, sequence: Sequence) -> int:
+        return sequence.num_prefill_tokens if sequence.prompt_key in self.prompts else 0
+
     def step(self, new: list[Sequence], keep_prompts: set[bytes]) -> Finished:
         if new:
             self._prefill(new, keep_prompts)

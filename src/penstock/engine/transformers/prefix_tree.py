@@ -1,0 +1,145 @@
+"""A prefix tree of token ids: which leading tokens of a request have keys and values already.
+
+A node is a run of tokens behind those of its parent. What is stored for them is the runner's own: tensors
+on a CPU, rows of a pool on a GPU. The tree only cuts it by tokens, where two requests part. It holds the
+keys and values of one set of weights: who loads others clears it. Makes no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, Self, TypeVar
+
+import numpy as np
+
+
+class Rows(Protocol):
+    """What a runner stores for a run of tokens."""
+
+    def __getitem__(self, tokens: slice) -> Self:
+        """What is stored for some of the tokens; it stays valid when the whole is forgotten."""
+
+
+KV = TypeVar("KV", bound=Rows)
+
+
+@dataclass(slots=True, eq=False)
+class Node(Generic[KV]):
+    """A run of tokens, which follows `start` tokens of its ancestors."""
+
+    ids: np.ndarray  # int32
+    start: int
+    parent: Node[KV] | None
+    kv: KV | None = None  # None: to be computed
+    children: dict[int, Node[KV]] = field(default_factory=dict)  # by their first token
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+    @property
+    def ancestors(self) -> list[Node[KV]]:
+        """The nodes before this one, from the first; the root is none of them."""
+        before: list[Node[KV]] = []
+        node = self.parent
+        while node is not None and node.parent is not None:
+            before.append(node)
+            node = node.parent
+        return before[::-1]
+
+
+class PrefixTree(Generic[KV]):
+    """Consumes token ids and what is stored for them, produces the longest stored prefix."""
+
+    def __init__(self, most_tokens: int) -> None:
+        self.tokens = 0  # tokens that something is stored for
+        self._most_tokens = most_tokens
+        self._root: Node[KV] = Node(np.zeros(0, np.int32), 0, None)
+        # From the least recently used node on. A node is used after its descendants, so the first has none.
+        self._by_use: dict[Node[KV], None] = {}
+
+    def known(self, ids: np.ndarray) -> int:
+        """The number of leading ids that something is stored for."""
+        return sum(count for _, count in self._walk(ids))
+
+    def read(self, ids: np.ndarray) -> list[tuple[KV, int]]:
+        """What is stored for the leading ids: (of a node, how many of its tokens), from the first."""
+        found = list(self._walk(ids))
+        self._use([node for node, _ in found])
+        return [(node.kv, count) for node, count in found if node.kv is not None]
+
+    def path(self, ids: np.ndarray) -> list[Node[KV]]:
+        """The nodes whose tokens together are `ids`; those without `kv` wait for `store`."""
+        path, node, first = [], self._root, 0
+        while first < len(ids):
+            child = node.children.get(int(ids[first]))
+            if child is None:
+                child = Node(ids[first:].astype(np.int32), first, node)
+                node.children[int(ids[first])] = child
+            else:
+                shared = _num_equal(child.ids, ids[first:])
+                if shared < len(child.ids):
+                    child = self._split(child, shared)
+            path.append(child)
+            node, first = child, child.end
+        self._use(path)
+        return path
+
+    def store(self, node: Node[KV], kv: KV) -> None:
+        """Keep what was computed for a node."""
+        assert node.kv is None
+        node.kv = kv
+        self.tokens += len(node.ids)
+
+    def trim(self, most_tokens: int | None = None) -> None:
+        """Forget the least recently used nodes until at most so many tokens are stored."""
+        limit = self._most_tokens if most_tokens is None else most_tokens
+        while self.tokens > limit:
+            node = next(iter(self._by_use))
+            assert node.parent is not None
+            assert not node.children, "a node is used after its children"
+            del self._by_use[node]
+            del node.parent.children[int(node.ids[0])]
+            self.tokens -= len(node.ids)
+
+    def clear(self) -> None:
+        self._root.children.clear()
+        self._by_use.clear()
+        self.tokens = 0
+
+    def _walk(self, ids: np.ndarray) -> Iterator[tuple[Node[KV], int]]:
+        """Stored nodes along `ids`, each with the number of its tokens that are equal."""
+        node, first = self._root, 0
+        while first < len(ids):
+            child = node.children.get(int(ids[first]))
+            if child is None or child.kv is None:
+                return
+            equal = _num_equal(child.ids, ids[first:])
+            yield child, equal
+            if equal < len(child.ids):
+                return
+            node, first = child, child.end
+
+    def _split(self, node: Node[KV], at: int) -> Node[KV]:
+        """Cut a node in two; return the first part, the parent of the rest."""
+        assert node.parent is not None
+        upper = Node(node.ids[:at], node.start, node.parent)
+        if node.kv is not None:
+            upper.kv, node.kv = node.kv[:at], node.kv[at:]
+        node.parent.children[int(upper.ids[0])] = upper
+        node.ids, node.start, node.parent = node.ids[at:], node.start + at, upper
+        upper.children[int(node.ids[0])] = node
+        return upper
+
+    def _use(self, path: list[Node[KV]]) -> None:
+        for node in reversed(path):
+            self._by_use.pop(node, None)
+            self._by_use[node] = None
+
+
+def _num_equal(first: np.ndarray, second: np.ndarray) -> int:
+    """The number of leading ids that are equal."""
+    size = min(len(first), len(second))
+    different = np.flatnonzero(first[:size] != second[:size])
+    return int(different[0]) if len(different) else size
