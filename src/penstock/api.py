@@ -586,6 +586,6 @@ def _source(model: Run | str | Path) -> str:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    from penstock.inspection.track.logs import read_rows
+    from penstock.files import read_rows
 
     return read_rows(path)[0] if path.is_file() else []

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import fcntl
 import itertools
+import json
 import os
 import re
 import shutil
@@ -62,6 +63,21 @@ def write_whole(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     draft.rename(path)
     sync(path.parent)
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The objects in a file of JSON lines, and the numbers of the lines that are damaged or cut off."""
+    rows, damaged = [], []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            row = json.loads(line)  # as text, a file's lines would end at U+2028 too
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            damaged.append(number)
+    return rows, damaged
 
 
 def sync(path: Path) -> None:

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from penstock.config.changes import differing
 from penstock.errors import UserError
-from penstock.inspection.track.logs import read_rows
+from penstock.files import read_rows
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from penstock.config.source import to_toml
 from penstock.errors import PenstockError, RunError
+from penstock.files import read_rows
 from penstock.inspection.findings import find
 from penstock.inspection.findings.observed import read_observed
 from penstock.inspection.track.console import LOSS, task_figures
-from penstock.inspection.track.logs import read_rows
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 from penstock.types import Finding

@@ -92,18 +92,37 @@ class RolloutView:
         return _finite(asdict(self))
 
 
-def find_rollouts(
-    journal: Journal,
+def read_rollouts(
+    folder: RunFolder,
     *,
     where: str | None = None,
     step: int | None = None,
     task: str | None = None,
     limit: int = DEFAULT_LIMIT,
-    render: Render | None = None,
 ) -> list[RolloutView]:
-    """The rollouts that match, trained ones first, in the order of training."""
+    """The rollouts of a run that match, trained ones first, in the order of training.
+
+    A task `eval/NAME` stands for the run's evaluation of that name.
+    """
     if limit < 1:
         raise UserError(f"limit: got {limit}, allowed: at least 1")
+    if task is not None and task.startswith(EVALUATED):
+        return find_evaluated(folder, task, where=where, step=step, limit=limit)
+    with closing(Journal.look(folder.journal)) as journal:
+        _check_task(journal, task)
+        matching, render = _matching(journal, where, step, task, limit), _renderer(folder)
+        return [
+            sample
+            for group_id, rollout_ids in matching.items()
+            for sample in views_of_group(journal, group_id, render)
+            if sample.rollout_id in rollout_ids
+        ]
+
+
+def _matching(
+    journal: Journal, where: str | None, step: int | None, task: str | None, limit: int
+) -> dict[str, set[str]]:
+    """The ids of the rollouts that match, by group."""
     conditions = [
         text for text, value in (("step = ?", step), ("task = ?", task)) if value is not None
     ]
@@ -123,15 +142,10 @@ def find_rollouts(
         raise UserError(
             f"where: got {where!r}: {error.__cause__}; allowed: an SQL condition on {COLUMNS}"
         ) from None
-    wanted: dict[str, set[str]] = {}
+    matching: dict[str, set[str]] = {}
     for group_id, rollout_id in rows:
-        wanted.setdefault(group_id, set()).add(rollout_id)
-    return [
-        sample
-        for group_id, rollout_ids in wanted.items()
-        for sample in views_of_group(journal, group_id, render)
-        if sample.rollout_id in rollout_ids
-    ]
+        matching.setdefault(group_id, set()).add(rollout_id)
+    return matching
 
 
 def views_of_group(
@@ -316,24 +330,6 @@ def _evaluated(line: dict[str, Any], rollout_id: str, task: str, step: int) -> R
         error=line["error"],
         turns=turns_of(calls),
     )
-
-
-def read_rollouts(
-    folder: RunFolder,
-    *,
-    where: str | None = None,
-    step: int | None = None,
-    task: str | None = None,
-    limit: int = DEFAULT_LIMIT,
-) -> list[RolloutView]:
-    """The rollouts of a run that match, or of its evaluation `eval/NAME`, with prompts as the model got them."""
-    if task is not None and task.startswith(EVALUATED):
-        return find_evaluated(folder, task, where=where, step=step, limit=limit)
-    with closing(Journal.look(folder.journal)) as journal:
-        _check_task(journal, task)
-        return find_rollouts(
-            journal, where=where, step=step, task=task, limit=limit, render=_renderer(folder)
-        )
 
 
 def show_rollouts(

@@ -19,9 +19,10 @@ from rich.text import Text
 
 from penstock.data.identity import TOTAL_STEPS
 from penstock.errors import PenstockError, UserError
+from penstock.files import read_rows
 from penstock.inspection.findings.observed import Row
 from penstock.inspection.track.console import sparkline
-from penstock.inspection.track.logs import read_metrics, read_rows
+from penstock.inspection.track.logs import read_metrics
 from penstock.rollout.evaluation.evaluate import SUMMARY
 from penstock.store.run_folder import CONFIG, JOURNAL, Owner, RunFolder
 from penstock.store.space import size_text

@@ -16,8 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from penstock.errors import UserError
-from penstock.files import write_whole
-from penstock.inspection.track.logs import SESSION, TIMELINE_FILE, read_rows
+from penstock.files import read_rows, write_whole
+from penstock.inspection.track.logs import SESSION, TIMELINE_FILE
 from penstock.store.run_folder import RunFolder
 from penstock.waits import WaitKind
 

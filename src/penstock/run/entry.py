@@ -102,7 +102,7 @@ def _settings(
 def _finished_steps(folder: RunFolder, config: Config) -> int:
     """The steps of a run that has nothing left to do: trained, evaluated and saved; 0 for any other."""
     from penstock.data.identity import TOTAL_STEPS
-    from penstock.inspection.track.logs import read_rows
+    from penstock.files import read_rows
     from penstock.store.checkpoint import CheckpointStore
     from penstock.store.journal import Journal
 

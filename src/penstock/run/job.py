@@ -476,7 +476,7 @@ async def _agent_loop(parts: _TaskParts, name: str, sampling: SamplingConfig) ->
         note=parts.note,
         interrupted=None
         if task.agent == "single_turn"
-        else InterruptedCalls(calls=journal.interrupted_calls(), tools=journal.interrupted_tools()),
+        else InterruptedCalls(calls=journal.calls(), tools=journal.tools()),
     )
 
 

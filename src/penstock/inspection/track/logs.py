@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock.config import Config
 from penstock.config.plugins import load, python_object
-from penstock.files import free_name, say, visible, write_whole
+from penstock.files import free_name, read_rows, say, visible, write_whole
 from penstock.inspection.track import TRACKERS
 from penstock.types import Batch, Finding, Group, Rollout, StepReport, expand_segments
 from penstock.waits import OpenWait, WaitKind, Waits
@@ -132,21 +132,6 @@ class JsonlTracker(Tracker):
 
     def close(self) -> None:
         self._file.tell_loss()
-
-
-def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The objects in a file of JSON lines, and the numbers of the lines that are damaged or cut off."""
-    rows, damaged = [], []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            row = json.loads(line)  # as text, a file's lines would end at U+2028 too
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            damaged.append(number)
-    return rows, damaged
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, Any]]:

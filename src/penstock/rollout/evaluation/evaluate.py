@@ -9,7 +9,6 @@ evaluation that is interrupted begins again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import math
@@ -24,7 +23,7 @@ from penstock.config import SamplingConfig
 from penstock.data.sampler import PromptSource, stable_hash
 from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine
 from penstock.errors import EngineError, RunError
-from penstock.files import write_whole
+from penstock.files import read_rows, write_whole
 from penstock.reward.protocol import Reward
 from penstock.rollout.agent.function import FunctionAgent
 from penstock.rollout.agent.session import KeptCalls
@@ -382,10 +381,6 @@ def best_or_pending(folder: Path, measure: str, steps: Collection[int]) -> set[i
 
 
 def _summaries(folder: Path) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = []
     path = folder / SUMMARY
-    if path.is_file():
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
-                lines.append(json.loads(text))
-    return [line for line in lines if isinstance(line, dict) and {"task", "step"} <= line.keys()]
+    rows = read_rows(path)[0] if path.is_file() else []
+    return [row for row in rows if {"task", "step"} <= row.keys()]

@@ -439,34 +439,26 @@ class Journal:
             ],
         )
 
-    def interrupted_calls(self) -> dict[tuple[str, int], list[ModelCall]]:
-        """The calls of rollouts that a resume continues, by (rollout, seed)."""
-        return read_calls(self.query(select_calls(_INTERRUPTED)))
+    def calls(self, group_id: str | None = None) -> dict[tuple[str, int], list[ModelCall]]:
+        """The calls of a group's rollouts by (rollout, seed), those of every try.
 
-    def interrupted_tools(self) -> dict[tuple[str, int], list[ToolResult]]:
-        """The tool calls of rollouts that a resume continues, by (rollout, seed)."""
-        return self._tools(_INTERRUPTED)
+        None: the calls of all rollouts that a resume continues.
+        """
+        where, values = _of(group_id)
+        return read_calls(self.query(select_calls(where), values))
 
-    def tools(self, group_id: str) -> dict[tuple[str, int], list[ToolResult]]:
-        """The tool calls of a group's rollouts, by (rollout, seed); those of every try."""
-        return self._tools("group_id = ?", (group_id,))
-
-    def _tools(
-        self, where: str, values: Sequence[object] = ()
-    ) -> dict[tuple[str, int], list[ToolResult]]:
-        found: dict[tuple[str, int], list[ToolResult]] = {}
+    def tools(self, group_id: str | None = None) -> dict[tuple[str, int], list[ToolResult]]:
+        """The tool calls of the same rollouts as `calls`."""
+        where, values = _of(group_id)
+        results: dict[tuple[str, int], list[ToolResult]] = {}
         for rollout_id, seed, call_id, name, outcome, result in self.query(
             "SELECT rollout_id, seed, call_id, name, outcome, result FROM tools"
             f" WHERE {where} ORDER BY begun_at",
             values,
         ):
             tool = ToolResult(call_id=call_id, name=name, outcome=outcome, result=result)
-            found.setdefault((rollout_id, seed), []).append(tool)
-        return found
-
-    def calls(self, group_id: str) -> dict[tuple[str, int], list[ModelCall]]:
-        """The calls of a group's rollouts, by (rollout, seed); those of every try."""
-        return read_calls(self.query(select_calls("group_id = ?"), (group_id,)))
+            results.setdefault((rollout_id, seed), []).append(tool)
+        return results
 
     def cursors(self) -> dict[str, int]:
         """The cursor of each task after its last drawn group."""
@@ -568,3 +560,8 @@ class Journal:
         if not rows:
             raise JournalDamaged(f"journal {self.path}: damaged: it has no prompt {prompt_id}")
         return decode_prompt(rows[0][0])
+
+
+def _of(group_id: str | None) -> tuple[str, Sequence[object]]:
+    """The condition on a group's rows, or on those of every rollout that a resume continues."""
+    return (_INTERRUPTED, ()) if group_id is None else ("group_id = ?", (group_id,))
