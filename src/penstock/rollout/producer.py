@@ -12,7 +12,7 @@ Tasks do not wait for each other. Knows no engine and no trainer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.data.sampler import Sampler
@@ -29,7 +29,7 @@ from penstock.rollout.replay_buffer import ReplayBuffer
 from penstock.rollout.strategy import ProduceBatchStatus, ProduceStrategy
 from penstock.store.journal import InFlightRecord, Journal
 from penstock.types import Batch, Group, Status, staleness
-from penstock.waits import Signal, WaitKind, Waits, end_all, loop_time
+from penstock.waits import Signal, WaitKind, Waits, end_all
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -123,7 +123,6 @@ class Producer:
         progress: ProduceProgress,
         groups_per_step: int,
         sync_weights_interval: int = 1,
-        clock: Callable[[], float] = loop_time,
         waits: Waits | None = None,
         first_version: int = 0,
         last_step: int | None = None,
@@ -134,8 +133,7 @@ class Producer:
         self._last_step = last_step  # nothing is produced for later steps
         self._buffer = replay_buffer
         self._journal = journal
-        self._clock = clock
-        self._waits = waits or Waits(clock)
+        self._waits = waits or Waits()
         self._groups_per_step = groups_per_step
         self._changed = Signal()
         self._weights = {task.name: task.weight for task in tasks}
@@ -263,16 +261,12 @@ class Producer:
             task.idle_since_change is not None and not task.strategy.pending_task_count()
             for task in self._tasks
         )
-        now = self._clock()
+        now = self._waits.clock()
         if idle and self._idle_since is None:
             self._idle_since = now
         elif not idle and self._idle_since is not None:
             self._idle_s += now - self._idle_since
             self._idle_since = None
-
-    def _idle_now(self, now: float) -> float:
-        """How long the idle time that lasts still has lasted."""
-        return 0.0 if self._idle_since is None else now - self._idle_since
 
     def weights_updated(self, version: int) -> None:
         """Tell the producer which version the engines have confirmed; a second time changes nothing."""
@@ -401,7 +395,9 @@ class Producer:
 
     def read_metrics(self) -> dict[str, float]:
         """The metrics of the producing side since the last call, before any filter."""
-        waited = self._idle_s + self._idle_now(self._clock())
+        waited = self._idle_s
+        if self._idle_since is not None:  # the idle time that lasts still
+            waited += self._waits.clock() - self._idle_since
         metrics = {
             "time/pause_s": self._pause_s,
             "time/producer_wait_s": waited - self._idle_read_s,
