@@ -45,7 +45,7 @@ def config_of(folder: Path, name: str, *overrides: str) -> Config:
 
 
 def run(config: Config, disturb: Disturb | None = None) -> tuple[RunFolder, list[str]]:
-    """Train to the end, calling `disturb(job, step)` before each step; return the folder and the notes."""
+    """Train to the end, calling `disturb(job, step)` before the start (0) and each step; return the folder and the notes."""
     folder = create(config)
     notes: list[str] = []
 
@@ -54,8 +54,10 @@ def run(config: Config, disturb: Disturb | None = None) -> tuple[RunFolder, list
             job.notes.listen(notes.append)
             notes.append(job.workers.description)
             async with job.watched():
-                await begin(job)
                 keep_trainer_alive(job)
+                if disturb is not None:
+                    await disturb(job, 0)
+                await begin(job)
                 if disturb is not None:
                     take = job.source.take_batch
 

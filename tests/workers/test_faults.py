@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from penstock.run.job import Job
+from penstock.run.job import Job, open_job
+from penstock.run.recover import keep_trainer_alive, recover
 from penstock.store.run_folder import RunFolder
 from penstock.workers.control import scale_run
-from stages.disturbed_run import STEPS, assert_balanced, config_of, digests, kill, run
+from stages.disturbed_run import (
+    STEPS,
+    assert_balanced,
+    config_of,
+    digests,
+    kill,
+    run,
+)
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
@@ -36,6 +45,40 @@ def test_killed_engine_and_trainer_and_one_more_engine_leave_no_trace_in_the_wei
     assert "engine-0: serves again" in text
     assert "trainer: serves again" in text
     assert "producers: 1 -> 2" in text
+
+
+@pytest.mark.parametrize("place", ["launch.colocate=false", "launch.colocate=true"])
+def test_a_trainer_that_dies_before_its_first_step_is_restarted(
+    place: str, quiet: RunFolder, tmp_path: Path
+) -> None:
+    async def disturb(job: Job, step: int) -> None:
+        if step == 0:
+            kill(job, "trainer")
+
+    config = config_of(tmp_path, "early", SYNC, place)
+    folder, notes = run(config, disturb)
+    assert digests(folder) == digests(quiet)
+    assert_balanced(folder)
+    assert any("trainer: serves again" in note for note in notes)
+    shutil.rmtree(folder.checkpoints / f"step-{STEPS}")
+
+    async def resume() -> str:
+        async with open_job(config, folder) as job, job.watched():
+            keep_trainer_alive(job)
+            job.notes.listen(notes.append)
+            settle = job.checkpoints.settle
+
+            async def die() -> None:  # it is called first when a trainer is restored
+                job.checkpoints.settle = settle  # type: ignore[method-assign]
+                kill(job, "trainer")
+
+            job.checkpoints.settle = die  # type: ignore[method-assign]
+            assert await recover(job) == STEPS
+            return (await job.trainer.identity())[1]
+
+    notes.clear()
+    assert asyncio.run(resume()) == digests(quiet)[-1]
+    assert any("trainer: serves again" in note for note in notes)
 
 
 def test_colocated_engines_fed_by_broadcast_leave_the_same_weights_though_one_dies(

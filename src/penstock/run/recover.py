@@ -82,7 +82,8 @@ async def recover(job: Job, *, accept_changes: bool = False) -> int:
     are accepted. The settings and what was accepted count from the next step on.
     """
     facts = {**job.facts, **_changed_facts(job, accept_changes)}
-    last = await restore_trainer(job, job.trainer)
+    await job.trainer.restored()
+    last = job.journal.last_committed_step()
     await _agree_on_weights(job)
     await job.source.restore(job.journal)
     await job.folder.record_config(job.journal, job.config, facts, after_step=last)
@@ -107,8 +108,8 @@ def _changed_facts(job: Job, accept_changes: bool) -> dict[str, str]:
     return facts
 
 
-async def restore_trainer(job: Job, trainer: TrainerClient) -> int:
-    """Bring a fresh trainer to the last journalled step: newest checkpoint, then redo; return it."""
+async def restore_trainer(job: Job, trainer: TrainerClient) -> None:
+    """Bring a fresh trainer to the last journalled step: newest checkpoint, then redo."""
     await job.checkpoints.settle()
     checkpoint = newest_checkpoint(job.checkpoints, job.journal, job.tracker.note)
     first = 1 if checkpoint is None else checkpoint.step + 1
@@ -119,7 +120,6 @@ async def restore_trainer(job: Job, trainer: TrainerClient) -> int:
         await trainer.load(str(checkpoint.path))
     async for report in redo(trainer, job.journal, first, last, job.tracker.note):
         job.status.doing(f"redoing step {report.step} of {last} from the journal")
-    return last
 
 
 def redo_plan(journal: Journal, first: int, last: int) -> str:

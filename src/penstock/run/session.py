@@ -243,8 +243,8 @@ def tuned_interpreter() -> Iterator[None]:
 
 async def _recover_and_train(job: Job, resumed: bool, accept: bool) -> bool:
     """Bring the trainer to its last step, then train to the end."""
-    first_step = await recover(job, accept_changes=accept) if resumed else await begin(job)
     keep_trainer_alive(job)
+    first_step = await recover(job, accept_changes=accept) if resumed else await begin(job)
     log = NoteLog(job.folder.logs / "run.log")
     for line in job.start_report:
         log.note(line)

@@ -41,6 +41,10 @@ class ColocatedTrainer(TrainerClient):
         """From now on, restart a trainer that dies; it takes the GPU first."""
         self._trainer.restart_with(restore, self._reserve_start, self._restarted)
 
+    async def restored(self) -> None:
+        await self._with_gpu(self._trainer.restored)
+        await self._release_gpu()
+
     async def train(self, batch: Batch) -> StepReport:
         report = await self._with_gpu(lambda: self._trainer.train(batch))
         self._weights_due = self._publishes(batch.step)

@@ -202,6 +202,7 @@ class RestartingTrainer(TrainerClient):
         when_back: Callable[[], Awaitable[None]] = nothing,
     ) -> None:
         """From now on, restart a trainer that dies; `restore` brings it to its last state."""
+        self._restore = restore
         self.supervised.restart_with(
             Restarts(
                 prepare=lambda call: restore(TrainerClient(call)),
@@ -209,6 +210,13 @@ class RestartingTrainer(TrainerClient):
                 when_back=when_back,
             )
         )
+
+    async def restored(self) -> None:
+        """Bring the worker to its last state; one that dies meanwhile is restarted, which restores it."""
+        try:
+            await self._restore(TrainerClient(self.supervised.call))
+        except WorkerDied:
+            await self.supervised.ready()
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call the worker; if it dies, call the restored one."""
