@@ -19,7 +19,7 @@ from penstock.errors import PenstockError, UserError
 if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.rollout.evaluation.evaluate import EvalResult
-    from penstock.rollout.evaluation.generate import Sample
+    from penstock.run.generate import Sample
     from penstock.store.run_folder import RunFolder
 
 Data: TypeAlias = "str | Path | Iterable[Mapping[str, Any] | str] | Any"
@@ -406,7 +406,7 @@ def generate(
     raw: send the prompts as they are, without the chat template.
     trust: allow what a run of another user would execute or connect to.
     """
-    from penstock.rollout.evaluation.generate import generate_samples
+    from penstock.run.generate import generate_samples
     from penstock.run.session import model_config, outside_a_loop
 
     config = model_config(_source(model), _overrides(settings or {}), trusted=trust)

@@ -13,7 +13,7 @@ from penstock.config import Config
 from penstock.config.demo import policy_path
 from penstock.data.chat import ChatTemplate, load_tokenizer, response_end_ids
 from penstock.model.loading import end_ids
-from penstock.rollout.evaluation.generate import generate_samples
+from penstock.run.generate import generate_samples
 from penstock.training.policy import load_policy
 from stages.command_runs import train
 from stages.tiny_run import SUMS

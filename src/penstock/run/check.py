@@ -39,7 +39,7 @@ from penstock.run.run_data import RunData, count_steps
 from penstock.store.journal import Journal
 from penstock.store.space import available_mib, checkpoint_bytes, size_text
 from penstock.types import Batch, Finding, Group, Rollout, Status
-from penstock.workers.inline import start_engine
+from penstock.workers.inline import opened_engine
 
 _PROMPTS = 3
 _FEW = 4  # responses to a prompt on a machine that would take too long for all of them
@@ -161,8 +161,7 @@ def _look(config: Config, data: RunData) -> Rehearsal:
 async def _sample(seen: Rehearsal, data: RunData) -> None:
     config, each = seen.config, max(1, _PROMPTS // len(data.train))
     async with AsyncExitStack() as closing:
-        engine = await start_engine(config)
-        closing.push_async_callback(engine.close)
+        engine = await closing.enter_async_context(opened_engine(config))
         scratch = closing.enter_context(ScratchFolder.new("check"))
         journal = Journal.open(scratch / "journal.db")
         closing.callback(journal.close)

@@ -60,7 +60,7 @@ from penstock.waits import Waits
 from penstock.workers import LAUNCHERS
 from penstock.workers.colocated import ColocatedTrainer
 from penstock.workers.control import Control
-from penstock.workers.inline import offline_trainer, start_engine
+from penstock.workers.inline import offline_trainer, opened_engine
 from penstock.workers.supervise.supervised import SupervisionCallbacks
 from penstock.workers.supervise.trainer import RestartingTrainer
 from penstock.workers.watchdog import Watchdog, watched
@@ -367,8 +367,7 @@ async def open_evaluation(
     """Start an engine and load the evaluation tasks, without a trainer."""
     async with AsyncExitStack() as closing:
         data = await RunData.read(config, with_training=False)
-        engine = await start_engine(config)
-        closing.push_async_callback(engine.close)
+        engine = await closing.enter_async_context(opened_engine(config))
         endpoint = await serve_agents(config.eval.tasks.values(), closing)
         yield engine, _eval_tasks(config, data, Waits(), closing, endpoint)
 

@@ -5,6 +5,7 @@ Imports nothing heavy before a command is called, so that a wrong argument costs
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,7 +57,7 @@ def generate(
     trust: Trust = False,
 ) -> None:
     """Sample from a run or a model and print every token with its log-probability."""
-    from penstock.rollout.evaluation.generate import describe, generate_samples
+    from penstock.run.generate import describe, generate_samples
     from penstock.run.session import model_config
 
     path, overrides = split_words(arguments or [])
@@ -67,7 +68,7 @@ def generate(
 
 def chat(arguments: ModelArguments = None, trust: Trust = False) -> None:
     """Talk to a run or a model; /reset begins a new conversation. Shows the reward of a task's prompt."""
-    from penstock.rollout.evaluation.chat import HELP, run_chat
+    from penstock.run.chat import HELP, talk
     from penstock.run.session import model_config
 
     path, overrides = split_words(arguments or [])
@@ -79,7 +80,8 @@ def chat(arguments: ModelArguments = None, trust: Trust = False) -> None:
     def write(text: str) -> None:
         terminal.print(Text(text), end="", soft_wrap=True)
 
-    run_chat(settings, _questions(), write, scored="tasks" in settings.model_fields_set)
+    scored = "tasks" in settings.model_fields_set
+    asyncio.run(talk(settings, _questions(), write, scored=scored))
 
 
 def _questions() -> Iterator[str]:

@@ -93,14 +93,18 @@ def _engines(
     ]
 
 
-async def start_engine(config: Config) -> InferenceEngine:
-    """Start the engine of this process without a trainer, with the weights of its model."""
+@asynccontextmanager
+async def opened_engine(config: Config) -> AsyncIterator[InferenceEngine]:
+    """The engine of this process without a trainer, with the weights of its model, until the block ends."""
     events = SupervisionCallbacks(waits=Waits())
     engines = _engines(config, _no_weights, events, config.launch.num_producers)
     await start_or_close(all_or_first_error(*(engine.start() for engine in engines)), engines)
     pool = EnginePool(engines, events, slots=config.engine.max_slots)
-    await pool.start()
-    return pool
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.close()
 
 
 def _no_weights(handle: WeightHandle) -> NoReturn:

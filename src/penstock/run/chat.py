@@ -6,7 +6,6 @@ A first question that is a record of the config's tasks is scored with that task
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable
 
@@ -19,8 +18,8 @@ from penstock.data.dataset import first_prompts, gives_own_reward
 from penstock.engine.protocol import GenerationRequest, InferenceEngine, SamplingParams
 from penstock.errors import EngineError, RewardError, UserError
 from penstock.reward import build_reward
-from penstock.rollout.evaluation.generate import opened_engine
 from penstock.types import Prompt, Rollout, VersionSegment
+from penstock.workers.inline import opened_engine
 
 HELP = "/reset begins a new conversation, /exit ends"
 _PIECE = 8  # tokens that are sampled before they are shown
@@ -151,10 +150,3 @@ async def _reward(
         await judge.close()
     expected = f", expected {prompt.gt_answer}" if prompt.gt_answer is not None else ""
     return f"reward {score.value:g}{expected}"
-
-
-def run_chat(
-    config: Config, questions: Iterable[str], write: Callable[[str], None], *, scored: bool
-) -> None:
-    """Do what `talk` does, from outside an event loop."""
-    asyncio.run(talk(config, questions, write, scored=scored))

@@ -6,23 +6,14 @@ Loads the config's engine and returns the samples; scores and keeps nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from penstock.config import Config
-from penstock.config.plugins import load
 from penstock.data.chat import ChatTemplate
-from penstock.engine import ENGINES
-from penstock.engine.protocol import (
-    Generation,
-    GenerationRequest,
-    InferenceEngine,
-    SamplingParams,
-)
+from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
 from penstock.errors import EngineError
-from penstock.types import WeightHandle
+from penstock.workers.inline import opened_engine
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -45,19 +36,6 @@ def generate_samples(
 ) -> list[Sample]:
     """Sample each prompt `num_generations` times with [sampling]; `raw` skips the chat template."""
     return asyncio.run(_generate(config, prompts, num_generations, raw))
-
-
-@asynccontextmanager
-async def opened_engine(config: Config) -> AsyncIterator[InferenceEngine]:
-    """The config's first engine with the weights of `model.path`, until the block ends."""
-    engine = load("engine.name", config.engine.name, ENGINES).from_config(
-        config.of_engine(0), fetch=_no_weights, index=0
-    )
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.close()
 
 
 async def _generate(
@@ -117,7 +95,3 @@ def describe(samples: Iterable[Sample]) -> Iterable[str]:
         )
         pairs = zip(sample.tokens, sample.logprobs, strict=True)
         yield "  " + " ".join(f"{token!r}:{logprob:.2f}" for token, logprob in pairs)
-
-
-def _no_weights(handle: WeightHandle) -> Iterable[tuple[str, Any]]:
-    raise EngineError(f"generate: got weights {handle.version}, allowed: none, it only samples")

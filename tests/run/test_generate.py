@@ -6,7 +6,7 @@ import pytest
 
 from penstock.config import Config
 from penstock.errors import UserError
-from penstock.rollout.evaluation.generate import describe, generate_samples
+from penstock.run.generate import describe, generate_samples
 
 
 def test_samples_of_the_demo_policy() -> None:
