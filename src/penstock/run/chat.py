@@ -18,7 +18,8 @@ from penstock.data.dataset import first_prompts, gives_own_reward
 from penstock.engine.protocol import GenerationRequest, InferenceEngine, SamplingParams
 from penstock.errors import EngineError, RewardError, UserError
 from penstock.reward import build_reward
-from penstock.types import Prompt, Rollout, VersionSegment
+from penstock.rollout.evaluation.score import answered
+from penstock.types import Prompt
 from penstock.workers.inline import opened_engine
 
 HELP = "/reset begins a new conversation, /exit ends"
@@ -129,19 +130,9 @@ async def _reward(
     task: TaskDataConfig, prompt: Prompt, is_chat: bool, conversation: Conversation
 ) -> str:
     """What the task's rewards give the newest answer, as a line."""
-    ids = conversation.response_ids
-    rollout = Rollout(
-        rollout_id="chat",
-        prompt_ids=prompt.token_ids,
-        seed=0,
-        response_ids=ids,
-        logprobs=np.zeros(len(ids), np.float32),
-        loss_mask=np.ones(len(ids), np.bool_),
-        segments=(VersionSegment(0, len(ids)),) if len(ids) else (),
-        finish_reason="stop",
-        text=conversation.messages[-1]["content"],
-    )
-    judge = build_reward(task.rewards, max_tokens=max(1, len(ids)), is_chat=is_chat)
+    text, length = conversation.messages[-1]["content"], len(conversation.response_ids)
+    rollout = answered("chat", prompt, text, length)
+    judge = build_reward(task.rewards, max_tokens=max(1, length), is_chat=is_chat)
     try:
         [score] = await judge.score_group([rollout], [prompt])
     except RewardError as error:

@@ -130,10 +130,7 @@ async def _score(reward: VerifiableReward, group: Group) -> list[NewScore]:
     """Score the recorded answers of a group."""
     rollouts = group.rollouts
     try:
-        if reward.needs_group:
-            scores = await reward.score_group(rollouts, [group.prompt] * len(rollouts))
-        else:
-            scores = await asyncio.gather(*(reward.score(r, group.prompt) for r in rollouts))
+        scores = await reward.score_group(rollouts, [group.prompt] * len(rollouts))
     except RewardError as error:
         return [NewScore(rollout_id=r.rollout_id, score=None, error=str(error)) for r in rollouts]
     return [

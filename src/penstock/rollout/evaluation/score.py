@@ -174,18 +174,25 @@ def _make_record(
         test_cases=tests,
         extra=fields,
     )
-    rollout = Rollout(
-        rollout_id=str(fields.get("rollout_id", f"line:{number}")),
+    rollout_id = str(fields.get("rollout_id", f"line:{number}"))
+    rollout = answered(rollout_id, prompt, response, length)
+    rollout.finish_reason = str(fields.get("finish_reason", "stop"))
+    return Record(number, str(fields.get("group_id", f"line:{number}")), rollout, prompt)
+
+
+def answered(rollout_id: str, prompt: Prompt, text: str, length: int) -> Rollout:
+    """A rollout to score, of which the text and the number of tokens are known."""
+    return Rollout(
+        rollout_id=rollout_id,
         prompt_ids=prompt.token_ids,
         seed=0,
         response_ids=np.zeros(length, dtype=np.int32),
         logprobs=np.zeros(length, dtype=np.float32),
         loss_mask=np.zeros(length, dtype=np.bool_),
         segments=(VersionSegment(0, length),) if length else (),
-        finish_reason=str(fields.get("finish_reason", "stop")),
-        text=response,
+        finish_reason="stop",
+        text=text,
     )
-    return Record(number, str(fields.get("group_id", f"line:{number}")), rollout, prompt)
 
 
 async def _score_all(
@@ -235,11 +242,8 @@ async def _in_order(
 async def _score_group(reward: VerifiableReward, records: list[Record]) -> list[Scored]:
     started = time.perf_counter()
     try:
-        if reward.needs_group:
-            rollouts, prompts = [r.rollout for r in records], [r.prompt for r in records]
-            scores = await reward.score_group(rollouts, prompts)
-        else:
-            scores = [await reward.score(record.rollout, record.prompt) for record in records]
+        rollouts, prompts = [r.rollout for r in records], [r.prompt for r in records]
+        scores = await reward.score_group(rollouts, prompts)
     except RewardError as error:
         seconds = time.perf_counter() - started
         return [(None, str(error), seconds) for _ in records]
