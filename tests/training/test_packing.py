@@ -125,6 +125,91 @@ def test_a_prompt_computed_once_gives_what_each_sequence_gives_alone(kind, field
         torch.testing.assert_close(own.grad, other.grad, msg=name, rtol=1e-5, atol=1e-5)
 
 
+def tree_of_rows(depth, branching, seed=5):
+    """Return the leaf paths of a tree: each node observes and samples; a sampled token is trained once."""
+    generator = np.random.default_rng(seed)
+    ids, predictors = [], []
+
+    def grow(context, trained, level):
+        if level == depth:
+            ids.append(context)
+            predictors.append(np.array(trained, np.int64))
+            return
+        for branch in range(branching):
+            observed, sampled = generator.integers(2, 7, 2)
+            new = generator.integers(1, VOCABULARY, observed + sampled).astype(np.int32)
+            first = len(context) + observed
+            before = trained if branch == 0 else []
+            places = [*before, *range(first - 1, first + sampled - 1)]
+            grow(np.concatenate([context, new]), places, level + 1)
+
+    grow(np.zeros(0, np.int32), [], 0)
+    return ids, predictors, np.cumsum([0, *(len(index) for index in predictors)])
+
+
+def unique_tokens(ids, predictors):
+    """Return how many tokens the rows have up to their last predictor, shared prefixes once."""
+    pairs = zip(ids, predictors, strict=True)
+    return len({tuple(row[: end + 1]) for row, index in pairs for end in range(index[-1] + 1)})
+
+
+@pytest.mark.parametrize(("kind", "fields"), ARCHITECTURES)
+def test_a_tree_computed_once_gives_what_each_of_its_paths_gives_alone(kind, fields) -> None:
+    ids, predictors, starts = tree_of_rows(depth=4, branching=2)
+    plain, expected, packed = alone_and_packed(kind, fields, ids, predictors)
+    pack = make_pack(range(len(ids)), ids, predictors, starts, CPU)
+    unique = unique_tokens(ids, predictors)  # single tokens that happen to be equal are not shared
+    assert unique <= len(pack.input_ids_T) < 1.05 * unique < sum(map(len, ids)) / 2
+    got, _ = Policy(packed)(pack, torch.full((len(pack.target_N),), 1.3, dtype=torch.float64))
+    in_batch_order = torch.empty_like(got)
+    in_batch_order[torch.from_numpy(pack.token_N)] = got
+    torch.testing.assert_close(in_batch_order, expected, rtol=1e-5, atol=1e-5)
+    (expected.sum() / 8).backward()
+    (in_batch_order.sum() / 8).backward()
+    for (name, own), other in zip(packed.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, msg=name, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": 6, "use_sliding_window": True}])
+@pytest.mark.parametrize(("depth", "branching"), [(8, 2), (3, 4), (6, 1)])
+def test_log_probs_and_gradients_of_a_tree_are_those_of_separate_rows(
+    depth, branching, fields
+) -> None:
+    """To 1e-10 in float64: the model rounds nothing to float32 on its way."""
+    ids, predictors, starts = tree_of_rows(depth, branching)
+    factors = torch.randn(
+        starts[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+
+    def scored(rows_of_packs):
+        model = exact_model(**fields)
+        policy, logprobs = Policy(model), torch.zeros(int(starts[-1]), dtype=torch.float64)
+        for rows in rows_of_packs:
+            pack = make_pack(rows, ids, predictors, starts, CPU)
+            got, _ = policy(pack, torch.ones(len(pack.target_N), dtype=torch.float64))
+            (got * factors[torch.from_numpy(pack.token_N)]).sum().backward()
+            logprobs[torch.from_numpy(pack.token_N)] = got.detach()
+        return logprobs, {name: value.grad for name, value in model.named_parameters()}
+
+    together, gradients = scored([range(len(ids))])
+    alone, expected = scored([[number] for number in range(len(ids))])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-10)
+    for name, gradient in gradients.items():
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-10 * max(1, scale))
+
+
+def test_the_rows_of_a_session_stay_in_one_pack_where_they_fit() -> None:
+    ids, predictors, _starts = tree_of_rows(depth=4, branching=2)
+    others, more, _ = tree_of_rows(depth=4, branching=2, seed=6)
+    rows, index = [*ids, *others], [*predictors, *more]
+    units = [[number] for number in np.random.default_rng(0).permutation(len(rows)).tolist()]
+    joined, _ = join_by_context(units, rows, index, budget=10_000)
+    trees = [{int(rows[number][0]) for number in unit} for unit in joined]
+    assert all(len(tree) == 1 for tree in trees)
+    assert len(joined) < len(rows) / 3
+
+
 def test_a_context_that_saves_little_is_not_shared() -> None:
     ids, predictors, starts = groups_of_rows([1], [40, 40])
     pack = make_pack(range(2), ids, predictors, starts, CPU)

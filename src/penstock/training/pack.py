@@ -1,10 +1,10 @@
 """Packs, the micro-batches: sequences end to end in one row, sorted by length, no padding.
 
 Sits between `flat_batch.py` (arrays of the batch) and `policy.py` (the forward pass). Decides which
-sequences share a forward pass; the loss does not depend on it. Rows that begin with the same tokens
-before their first trained one (a group's prompt) share these: the pack holds them once, as a segment
-that the rows' own segments attend to. Tokens after a row's last predictor are left out,
-except in a pack of one row: there the model sees the sequence as it was sampled.
+sequences share a forward pass; the loss does not depend on it. Rows that begin with the same tokens (a
+group's prompt, the turns before a branch) form a tree: the pack holds each of its segments once, and a
+segment attends to those before it on its way from the root. Tokens after a row's last predictor are left
+out, except in a pack of one row: there the model sees the sequence as it was sampled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from penstock.model.packed_attention import Block, Copies, PackLayout, SharedKey
 from penstock.model.transfer import all_to_device
 from penstock.training.parallel.ranks import Ranks
 
-_WORTH = 16  # share a context if that saves more than this part of its rows' tokens
+_WORTH = 16  # share a segment if that saves more than this part of its rows' tokens
+_LEAST_SHARED = 4  # join a row to a tree that has at least this part of its context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,38 +41,56 @@ class Pack:
     sequence_N: Tensor  # which rollout of the pack each token belongs to
 
 
-def context_key(token_ids: np.ndarray, predictors: np.ndarray) -> bytes:
-    """The tokens up to the first predictor; rows of one key can share them."""
-    return token_ids[: predictors[0] + 1].astype(np.int64).tobytes()
-
-
 def join_by_context(
     units: Sequence[Sequence[int]],
     token_ids: Sequence[np.ndarray],
     predictors: Sequence[np.ndarray],
     budget: int,
 ) -> tuple[list[list[int]], list[int]]:
-    """Join units (rows that stay together) of one context, up to `budget` tokens; 0 joins none.
+    """Join units (rows that stay together) of one tree, up to `budget` tokens; 0 joins none.
 
-    Return the joined units and the tokens of each; a context is counted once in a unit. The first row
-    of a unit says to which context the unit belongs.
+    Return the joined units and the tokens of each; what a unit's first row is known to share is counted
+    once. A unit goes to the rows of the same context, else to rows that share a large part of it.
     """
     joined: list[list[int]] = []
     costs: list[int] = []
     open_units: dict[bytes, int] = {}
     for unit in units:
-        key = context_key(token_ids[unit[0]], predictors[unit[0]])
-        shared = int(predictors[unit[0]][0]) + 1
+        ids, length = token_ids[unit[0]], int(predictors[unit[0]][0]) + 1
         cost = sum(int(predictors[number][-1]) + 1 for number in unit)
-        place = open_units.get(key)
+        place, shared = _open_unit(open_units, ids, length)
         if place is not None and costs[place] + cost - shared <= budget:
             joined[place] += unit
             costs[place] += cost - shared
         else:
-            open_units[key] = len(joined)
+            place = len(joined)
             joined.append(list(unit))
             costs.append(cost)
+        open_units[_key(ids, length)] = place
+        for number in unit:
+            for part in _parts(int(predictors[number][-1]) + 1):
+                open_units[_key(token_ids[number], part)] = place
     return joined, costs
+
+
+def _open_unit(
+    open_units: dict[bytes, int], ids: np.ndarray, length: int
+) -> tuple[int | None, int]:
+    """The newest unit with rows that begin as this context does, and the tokens that they share."""
+    for shared in (length, *_parts(length)):
+        place = open_units.get(_key(ids, shared))
+        if place is not None and shared * _LEAST_SHARED >= length:
+            return place, shared
+    return None, 0
+
+
+def _parts(length: int) -> list[int]:
+    """The lengths at which the beginnings of rows are compared: powers of two, the largest first."""
+    return [1 << power for power in range(length.bit_length() - 1, -1, -1)]
+
+
+def _key(ids: np.ndarray, length: int) -> bytes:
+    return ids[:length].astype(np.int64).tobytes()
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -107,7 +126,7 @@ def make_packs(
 ) -> Iterator[Pack]:
     """Yield packs of the rows in `units`, and empty packs up to the largest rank's count.
 
-    No unit is split. With `joins`, units of one context (a group's prompt) share a pack where they fit. A
+    No unit is split. With `joins`, units of one tree (a group, a session) share a pack where they fit. A
     sharded forward pass needs all ranks, so every rank makes the same number of passes. See `make_pack`.
     """
     units, lengths = join_by_context(units, token_ids, predictors, budget if joins else 0)
@@ -140,7 +159,7 @@ def empty_pack(device: torch.device) -> Pack:
 
 @dataclass(slots=True)
 class _Segment:
-    """Tokens that lie side by side in a pack; they see the tokens of `context`, then each other."""
+    """Tokens that lie side by side in a pack; they see `context` and what it sees, then each other."""
 
     ids: np.ndarray
     context: _Segment | None = None
@@ -148,7 +167,23 @@ class _Segment:
 
     @property
     def prefix(self) -> int:
-        return 0 if self.context is None else len(self.context.ids)
+        """The number of tokens before these in their rows."""
+        return sum(len(segment.ids) for segment in self.way[:-1])
+
+    @property
+    def way(self) -> list[_Segment]:
+        """The segments from the root to this one."""
+        way: list[_Segment] = []
+        segment: _Segment | None = self
+        while segment is not None:
+            way.append(segment)
+            segment = segment.context
+        return way[::-1]
+
+    @property
+    def places(self) -> np.ndarray:
+        """Where the tokens of the way lie in the pack."""
+        return np.concatenate([s.start + np.arange(len(s.ids)) for s in self.way])
 
 
 def make_pack(
@@ -165,9 +200,9 @@ def make_pack(
     number of its rollout; None: each row is one) hold one entry per row of the batch.
     """
     ordered = sorted(numbers, key=lambda number: (len(token_ids[number]), number))
-    segments, own_segment = _lay_out(ordered, token_ids, predictors)
+    segments, last_segment = _lay_out(ordered, token_ids, predictors)
     predictor = np.concatenate(
-        [_places(predictors[number], own_segment[number]) for number in ordered]
+        [last_segment[number].places[predictors[number]] for number in ordered]
     )
     counts = np.array([len(predictors[number]) for number in ordered], dtype=np.int64)
     token = np.concatenate(
@@ -212,26 +247,15 @@ def _lay_out(
 
     Segments are sorted by the lengths of their contexts and their own, so that equal ones form blocks.
     """
-    members: dict[bytes, list[int]] = {}
-    for number in ordered:
-        key = context_key(token_ids[number], predictors[number])
-        members.setdefault(key, []).append(number)
+    alone = len(ordered) == 1
+    rows = {
+        number: token_ids[number][: None if alone else int(predictors[number][-1]) + 1]
+        for number in ordered
+    }
     segments: list[_Segment] = []
     ends: dict[int, _Segment] = {}
-    for rows in members.values():
-        shared = int(predictors[rows[0]][0]) + 1
-        total = sum(int(predictors[number][-1]) + 1 for number in rows)
-        context = None
-        if (len(rows) - 1) * shared * _WORTH > total:
-            context = _Segment(token_ids[rows[0]][:shared])
-            segments.append(context)
-        for number in rows:
-            first = 0 if context is None else shared
-            end = None if len(ordered) == 1 else int(predictors[number][-1]) + 1
-            segment = _Segment(token_ids[number][first:end], context)
-            if len(segment.ids):  # else only the context's last token predicts
-                segments.append(segment)
-            ends[number] = segment
+    for branch in _branches(rows, ordered, 0):
+        _grow(rows, branch, 0, None, segments, ends)
     segments.sort(key=lambda segment: (segment.prefix, len(segment.ids)))
     start = 0
     for segment in segments:
@@ -240,12 +264,49 @@ def _lay_out(
     return segments, ends
 
 
-def _places(predictors: np.ndarray, end: _Segment) -> np.ndarray:
-    """Where in the pack the predictors of a row lie; the first may be in its context."""
-    places = predictors + end.start - end.prefix
-    if end.context is None:
-        return places
-    return np.where(predictors < end.prefix, predictors + end.context.start, places)
+def _grow(
+    rows: dict[int, np.ndarray],
+    branch: list[int],
+    first: int,
+    context: _Segment | None,
+    segments: list[_Segment],
+    ends: dict[int, _Segment],
+) -> None:
+    """Add the segments of rows that are equal up to token `first` and at it."""
+    fork = first + _num_equal([rows[number][first:] for number in branch])
+    total = sum(len(rows[number]) - first for number in branch)
+    saved = (len(branch) - 1) * (fork - first)
+    if len(branch) == 1 or (fork - first > 1 and saved * _WORTH > total):
+        context = _Segment(rows[branch[0]][first:fork], context)
+        segments.append(context)
+        first = fork
+    for part in _branches(rows, branch, fork):
+        if len(rows[part[0]]) > first:
+            _grow(rows, part, first, context, segments, ends)
+        else:
+            assert context is not None
+            ends.update(dict.fromkeys(part, context))
+
+
+def _branches(
+    rows: dict[int, np.ndarray], numbers: Sequence[int], fork: int
+) -> Iterator[list[int]]:
+    """The rows by their token at `fork`; each row that ends there is alone."""
+    branches: dict[tuple[int, int], list[int]] = {}
+    for number in numbers:
+        ended = len(rows[number]) == fork
+        key = (-1, number) if ended else (int(rows[number][fork]), 0)
+        branches.setdefault(key, []).append(number)
+    yield from branches.values()
+
+
+def _num_equal(rows: Sequence[np.ndarray]) -> int:
+    """The number of leading tokens that all rows share."""
+    first, shared = rows[0], min(map(len, rows))
+    for row in rows[1:]:
+        different = np.flatnonzero(row[:shared] != first[:shared])
+        shared = int(different[0]) if len(different) else shared
+    return shared
 
 
 def _layout_arrays(segments: Sequence[_Segment]) -> list[np.ndarray]:
@@ -254,12 +315,7 @@ def _layout_arrays(segments: Sequence[_Segment]) -> list[np.ndarray]:
     prefixes = np.array([segment.prefix for segment in segments], dtype=np.int64)
     if not prefixes.any():
         return [_bounds(lengths)]
-    parts = []
-    for segment in segments:
-        if segment.context is not None:
-            parts.append(segment.context.start + np.arange(segment.prefix))
-        parts.append(segment.start + np.arange(len(segment.ids)))
-    index = np.concatenate(parts)
+    index = np.concatenate([segment.places for segment in segments])
     counts_T = np.bincount(index, minlength=int(lengths.sum()))
     order = np.argsort(index, kind="stable")
     return [_bounds(lengths), index, order, _bounds(counts_T), _bounds(prefixes + lengths)]
