@@ -1,10 +1,14 @@
 """What one model call of an agent costs the driver, without the model: matching, bridge, parsing, journal, HTTP.
 
     python benchmarks/agents.py --sessions 1000 --turns 4
+    python benchmarks/agents.py --turns 8 --observation-tokens 512 --sessions 64
 
 All sessions run at once, on the bridged path: each answer is a tool call, each next request brings its
 result. The engine answers at once. Over HTTP the agents are a process of their own. Processor time of the
 driver, not wall time, so that other work on the machine changes little.
+With --observation-tokens, what the turns cost a real engine on a CPU, with the 1M-parameter shape of the
+demo: each turn brings so many new tokens, and the engine should compute these alone. Sampled tokens are not
+counted as new.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ import numpy as np
 
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
+from penstock.engine.transformers.engine import TransformersEngine
+from penstock.engine.transformers.options import TransformersOptions
 from penstock.rollout.agent.bridge import Bridge
 from penstock.rollout.agent.endpoint import Endpoint
 from penstock.rollout.agent.session import Limits, Session
@@ -139,16 +145,63 @@ async def measure(sessions: int, turns: int, over_http: bool) -> tuple[float, fl
     return used / calls * 1e3, took / calls * 1e3
 
 
+SAMPLED = 16  # tokens of an answer
+
+
+async def converse(engine: TransformersEngine, number: int, turns: int, observed: int) -> None:
+    """Run one session on a real engine, on token ids."""
+    draw = np.random.default_rng(number)
+    context = np.zeros(0, np.int32)
+    for turn in range(turns):
+        context = np.concatenate([context, draw.integers(2, 60, observed, dtype=np.int32)])
+        request = GenerationRequest(
+            request_id=f"{number}.{turn}",
+            prompt_ids=context,
+            sampling=SamplingParams(max_tokens=SAMPLED, min_tokens=SAMPLED),
+            seed=number,
+            session=str(number),
+        )
+        made = await engine.generate(request)
+        assert len(made.token_ids) == SAMPLED, made.error
+        context = np.concatenate([context, made.token_ids])
+
+
+async def measure_engine(sessions: int, turns: int, observed: int) -> str:
+    """Run all sessions at once; return what they cost."""
+    from rollouts import build
+
+    engine = TransformersEngine(
+        lambda: build("demo", "cpu", "penstock"), fetch=lambda _: [], options=TransformersOptions()
+    )
+    await engine.start()
+    used, started = time.process_time(), time.perf_counter()
+    await asyncio.gather(*(converse(engine, number, turns, observed) for number in range(sessions)))
+    used, took = time.process_time() - used, time.perf_counter() - started
+    prefilled, new = (await engine.stats()).tokens_prefilled, sessions * turns * observed
+    await engine.close()
+    return (
+        f"{prefilled:,} tokens prefilled / {new:,} new = {prefilled / new:.3f}; "
+        f"{sessions / used:.2f} sessions per CPU second, {sessions / took:.2f} by the clock"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument(
+        "--observation-tokens", type=int, default=0, help="of each turn; real engine"
+    )
     parser.add_argument("--agents", metavar="URL", help=argparse.SUPPRESS)
     given = parser.parse_args()
     least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, max(least, 4 * given.sessions)), most))
     if given.agents:
         asyncio.run(agents(given.agents, given.turns))
+        return
+    if given.observation_tokens:
+        sizes = (given.sessions, given.turns, given.observation_tokens)
+        print(asyncio.run(measure_engine(*sizes)))
         return
     for name, over_http in (("in process", False), ("over HTTP", True)):
         processor, wall = asyncio.run(measure(given.sessions, given.turns, over_http))

@@ -64,6 +64,7 @@ class GenerationRequest:
     sampling: SamplingParams
     seed: int
     response_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    session: str = ""  # requests of one session continue each other; "": it has no other request
 
     @property
     def num_tokens(self) -> int:

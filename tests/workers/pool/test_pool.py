@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -112,6 +113,27 @@ def test_the_least_loaded_engine_takes_a_request() -> None:
         b.gate.set()
         await asyncio.gather(*tasks)
         assert log == ["a:big", "b:s1", "b:s2"]
+
+    run(main)
+
+
+def test_turns_of_a_session_go_to_the_engine_that_made_the_turns_before() -> None:
+    async def main() -> None:
+        log: list[str] = []
+        a, b = Recorder("a", log), Recorder("b", log)
+        pool = await EngineCrew([a, b]).start()
+        turns = [
+            dataclasses.replace(tiny.request(name, [5], max_tokens=300), session="s")
+            for name in ("first", "long", "next")
+        ]
+        await pool.generate(turns[0])
+        a.gate.clear()
+        tasks = [asyncio.create_task(pool.generate(turn)) for turn in turns[1:]]
+        for _ in range(8):
+            await asyncio.sleep(0)
+        a.gate.set()
+        await asyncio.gather(*tasks)
+        assert log == ["a:first", "a:long", "a:next"]
 
     run(main)
 

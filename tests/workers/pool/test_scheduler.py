@@ -51,6 +51,26 @@ def test_work_beyond_the_slots_waits_and_goes_to_whoever_has_room_first() -> Non
     assert works[11].is_queued
 
 
+def test_a_session_returns_to_its_engine_unless_its_slots_are_taken() -> None:
+    scheduler = scheduler_of(2)
+    busy = [work(longest=10_000) for _ in range(SLOTS)]
+    assert {scheduler.offer(busy[0], 0.0), scheduler.offer(busy[1], 0.0)} == {0, 1}
+    for more in busy[2:]:
+        more.holder = 1
+        assert scheduler.offer(more, 0.0) == 1
+    turn = work()
+    turn.holder = 1
+    assert scheduler.offer(turn, 0.0) == 1  # its last free slot, though the other engine has three
+    late = work()
+    late.holder = 1
+    assert scheduler.offer(late, 0.0) == 0
+    scheduler.release(turn, 1.0)
+    scheduler.engines[1].serves = False
+    gone = work()
+    gone.holder = 1
+    assert scheduler.offer(gone, 1.0) == 0
+
+
 def test_one_engine_alone_takes_all_at_once() -> None:
     scheduler = scheduler_of(1)
     assert [scheduler.offer(work(8), 0.0) for _ in range(9)] == [0] * 9

@@ -243,6 +243,7 @@ class Session:
             prompt_ids=prompt_ids,
             sampling=replace(self._sampling, max_tokens=limit),
             seed=seed,
+            session=self.rollout.rollout_id,
         )
         try:
             generation = await self._generate(request)

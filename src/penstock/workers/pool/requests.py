@@ -27,6 +27,8 @@ from penstock.workers.supervise.supervised import Supervised
 # default: then the run stops with the reason of the deaths instead.
 _LAST_ENGINE_DEATHS = 5
 
+_MOST_SESSIONS = 1 << 16  # sessions to remember; one that is forgotten computes its context again
+
 
 class EngineState(StrEnum):
     """The state of one engine; `EnginePool` documents the moves."""
@@ -158,6 +160,7 @@ class Requests:
         self._engines, self._scheduler = engines, scheduler
         self._judge, self._until_one_serves, self._note = judge, until_one_serves, note
         self._batches: dict[str, PromptBatch] = {}  # request without an answer -> its batch
+        self._holders: dict[str, int] = {}  # session -> engine of its last response, oldest first
         self._aborting: set[asyncio.Task[None]] = set()
         self._slow: set[int] = set()  # engines that the user was told of
 
@@ -172,6 +175,8 @@ class Requests:
         if len(parts) != 1:
             return await self._generate_parts(requests, parts, least_version)
         batch = PromptBatch.of(requests, least_version=least_version)
+        session = requests[0].session
+        batch.holder = self._holders.get(session)
         self._batches.update((request.request_id, batch) for request in requests)
         began = False
         try:
@@ -196,6 +201,8 @@ class Requests:
                 finally:
                     self._release(batch, answers)
                 self._keep(batch, engine, answers, died)
+                if session:
+                    self._note_holder(session, engine.index)
         finally:
             for request in requests:
                 if self._batches.get(request.request_id) is batch:
@@ -253,6 +260,12 @@ class Requests:
         batch.take(answers, retry_failed=died and batch.last_engine_deaths < _LAST_ENGINE_DEATHS)
         batch.end("abort", batch.aborted)
         self._tell_if_slow(engine.index)
+
+    def _note_holder(self, session: str, index: int) -> None:
+        self._holders.pop(session, None)
+        self._holders[session] = index
+        if len(self._holders) > _MOST_SESSIONS:
+            del self._holders[next(iter(self._holders))]
 
     def close(self) -> None:
         """Answer nothing any more: what is left ends with an error."""

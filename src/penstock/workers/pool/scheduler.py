@@ -33,6 +33,7 @@ class Work:
     size: int  # number of requests
     tokens: int  # the most that the requests can hold, prompts and responses
     least_version: int = 0  # version of the oldest weights that may generate this work
+    holder: int | None = None  # the engine that made the session's last response
     engine: int | None = None  # the engine that the work is bound to
     is_queued: bool = False
     since: float = 0.0  # time at which it was bound
@@ -163,7 +164,15 @@ class Scheduler:
         self.running += work.size
 
     def _choose(self, work: Work) -> int | None:
-        """The engine that takes this work now, by the seconds of work that it has; or None."""
+        """The engine that takes this work now, by the seconds of work that it has; or None.
+
+        The next turn of a session goes to the engine that holds the turns before, if it has a free slot.
+        """
+        if work.holder is not None and not self.held:
+            holder = self.engines[work.holder]
+            is_free = holder.requests < (holder.slots or self.slots)
+            if holder.serves and holder.version >= work.least_version and is_free:
+                return work.holder
         chosen = None if self.held else self._least_busy(work.least_version)
         if chosen is not None and chosen.pace and chosen.refused < _REFUSALS:
             least_pace = self._least_pace(work)
