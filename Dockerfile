@@ -17,10 +17,14 @@ COPY scripts/locked_install.py scripts/
 COPY src src
 
 # The CPU build of torch is on its makers' own index, whose files are not in hashes.txt: give that index as
-# --build-arg TORCH_INDEX=URL. Without it the image holds the CUDA build, which works too and is larger.
+# --build-arg TORCH_INDEX=URL and the SHA-256 of the wheel, which the index shows, as TORCH_SHA256. Without them the
+# image holds the CUDA build, which works too and is larger.
 FROM base AS cpu
-ARG TORCH_INDEX=""
-RUN python -m pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} --no-deps "$(grep '^torch==' constraints.txt)" \
+ARG TORCH_INDEX="" TORCH_SHA256=""
+RUN if [ -n "$TORCH_INDEX" ]; then \
+        echo "$(grep '^torch==' constraints.txt) --hash=sha256:$TORCH_SHA256" > /tmp/torch.txt \
+        && python -m pip install --index-url "$TORCH_INDEX" --require-hashes --no-deps -r /tmp/torch.txt; \
+    fi \
     && python scripts/locked_install.py lora
 USER penstock
 WORKDIR /runs

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from penstock import cli
+from penstock.data import chat
 from penstock.data.chat import load_tokenizer
 from penstock.errors import UserError
 from penstock.model import stored_weights
@@ -73,3 +75,29 @@ def test_code_of_a_model_is_not_imported_unless_the_config_says_so(
     with contextlib.suppress(UserError):  # or a tokenizer without that code
         load_tokenizer(model)
     assert not (tmp_path / "pwned").exists()
+
+
+ODD_TEMPLATES = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a loop over a long text": "{% set s = 'ab' * 999999 %}{% for a in s %}{% for b in s %}{% endfor %}{% endfor %}",
+    "a huge power": "{{ (9 ** (9 ** 9)) % 7 }}",
+    "a huge range": "{% for a in range(999999999) %}x{% endfor %}",
+    "a macro of itself": "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "a loop for one role": "{{ messages[0].content }}{% if messages[-1].role == 'tool' %}"
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", ODD_TEMPLATES)
+def test_a_chat_template_that_does_not_end_is_one_line_that_names_it(
+    model: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "TEMPLATE_LIMIT_S", 0.2)
+    (model / "chat_template.jinja").write_text(ODD_TEMPLATES[name])
+    template = chat.ChatTemplate(load_tokenizer(str(model)))
+    start = time.process_time()
+    with pytest.raises(UserError) as told:
+        template.encode([{"role": "user", "content": "1+1"}, {"role": "tool", "content": "2"}])
+    assert time.process_time() - start < 5
+    assert str(told.value).startswith(f"chat template of {str(model)!r}: ")
+    assert len(str(told.value).splitlines()) == 1

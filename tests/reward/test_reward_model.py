@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from penstock.errors import RewardError
 from penstock.reward import VerifiableReward, build_reward
 from penstock.reward.reward_model import RewardModel, RewardModelOptions, Scorer
 from penstock.types import Score
+from stages.hostile_text import TEXTS as HOSTILE
 from stages.own_children import own_children
 from stages.reward_samples import prompt, rollout, tagged
 
@@ -103,6 +105,16 @@ def test_an_input_that_is_cut_keeps_its_question(model_path: Path) -> None:
     assert [len(ids) for ids in tokens] == [12, 12, 12]
     text = scorer.chat.decode_prompt(tokens[0]).replace(" ", "")
     assert (text[:4], text[-3:]) == ("six?", "end")
+
+
+def test_every_hostile_response_has_a_score(model_path: Path) -> None:
+    scorer = Scorer(RewardModelOptions(path=str(model_path), max_tokens=16).model_dump())
+    question = [{"role": "user", "content": "six?"}]
+    for size in (1_000, 10_000, 100_000):
+        names = [name for name in HOSTILE if name != "lone surrogates"]  # no token stands for one
+        names = names if size < 100_000 else names[::8]
+        items = [{"messages": question, "response": HOSTILE[name](size)} for name in names]
+        assert all(map(math.isfinite, scorer.score(items)))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ NAME = PAYLOAD.replace("/", "|").replace(":", ";")  # for names that allow no : 
 KEYS = ("__proto__", "constructor", "toString", PAYLOAD)
 
 
-def make_hostile_run(parent: Path) -> RunFolder:
-    """Write the run below `parent`; return its folder, whose name attacks too."""
+def make_hostile_run(parent: Path, responses: Sequence[str] = (PAYLOAD,)) -> RunFolder:
+    """Write the run below `parent`, of two steps with these responses each; its name attacks too."""
     path = parent / NAME.encode()[:200].decode(errors="ignore")
     path.mkdir(parents=True)
     folder = RunFolder(path)
@@ -53,7 +54,7 @@ def make_hostile_run(parent: Path) -> RunFolder:
     tree["algorithm"]["name"] = f"{PAYLOAD}:{PAYLOAD}"
     hostile = type(config).model_validate(tree)
     (path / "config.toml").write_text(to_toml(hostile), encoding="utf-8")
-    asyncio.run(_write(folder, hostile.model_dump_json()))
+    asyncio.run(_write(folder, hostile.model_dump_json(), responses))
     (path / "timeline").mkdir()
     event = {"lane": PAYLOAD, "what": PAYLOAD, "start": 1.0, "end": 2.0, "detail": PAYLOAD}
     (path / "timeline" / "events.jsonl").write_text(json.dumps(event) + "\n")
@@ -70,13 +71,13 @@ def add_checkpoint(folder: RunFolder) -> None:
     _write_manifest(model.parent, 2, f"{2:032x}")
 
 
-async def _write(folder: RunFolder, config: str) -> None:
+async def _write(folder: RunFolder, config: str, responses: Sequence[str]) -> None:
     journal = Journal.open(folder.journal)
     journal.record_identity({"config": config, "accepted after step 1": PAYLOAD})
     tracker = JsonlTracker(folder.metrics)
     log = RolloutLog(folder.path / "rollouts.jsonl", every_steps=1, num_groups=9)
     for step in (1, 2):
-        group = _group(step)
+        group = _group(step, responses)
         journal.drawn(group)
         await journal.record_call(group.rollouts[0], _call())
         await journal.landed(group)
@@ -87,7 +88,7 @@ async def _write(folder: RunFolder, config: str) -> None:
         )
         tracker.log_step(step, metrics)
         log.write(Batch(step=step, groups=(group,)))
-    failed = _group(3)
+    failed = _group(3, (PAYLOAD,))
     journal.drawn(failed)
     failed.rollouts[0].move_to(Status.FAILED)
     failed.rollouts[0].error = PAYLOAD
@@ -120,7 +121,7 @@ def _call() -> ModelCall:
     )
 
 
-def _group(number: int) -> Group:
+def _group(number: int, responses: Sequence[str]) -> Group:
     call = {"id": PAYLOAD, "function": {"name": PAYLOAD, "arguments": PAYLOAD}}
     messages: tuple[dict[str, Any], ...] = (
         {"role": PAYLOAD, "content": PAYLOAD, "name": PAYLOAD},
@@ -137,14 +138,21 @@ def _group(number: int) -> Group:
         extra={PAYLOAD: PAYLOAD},
     )
     group_id = f"{PAYLOAD}:{number}"
-    rollout = Rollout(rollout_id=f"{group_id}.0", prompt_ids=ids, seed=number)
+    rollouts = [
+        _rollout(f"{group_id}.{place}", number, ids, text) for place, text in enumerate(responses)
+    ]
+    return Group(
+        group_id=group_id, task=NAME, cursor=number, prompt=prompt, rollouts=rollouts, tries=1
+    )
+
+
+def _rollout(rollout_id: str, number: int, ids: np.ndarray, text: str) -> Rollout:
+    rollout = Rollout(rollout_id=rollout_id, prompt_ids=ids, seed=number)
     rollout.append(np.arange(4), np.full(4, -0.4), [VersionSegment(number - 1, 4)])
-    rollout.text, rollout.finish_reason, rollout.extra = PAYLOAD, "stop", {PAYLOAD: PAYLOAD}
+    rollout.text, rollout.finish_reason, rollout.extra = text, "stop", {PAYLOAD: PAYLOAD}
     rollout.score = Score(1.0, dict.fromkeys(KEYS, 1.0), True, True, PAYLOAD)
     rollout.move_to(Status.COMPLETED)
-    return Group(
-        group_id=group_id, task=NAME, cursor=number, prompt=prompt, rollouts=[rollout], tries=1
-    )
+    return rollout
 
 
 def _write_evaluations(folder: RunFolder) -> None:

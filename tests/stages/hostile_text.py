@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": %s}}</tool_call>'
@@ -103,16 +103,21 @@ TEXTS: dict[str, Callable[[int], str]] = {
     "deep objects": _nested('{"a":', "}"),
     "quoted json": lambda size: json.dumps(json.dumps("\\" * (size // 4))),
 }
-SIZES = (1_000, 4_000, 16_000, 64_000)
+SIZES = (1_600, 6_400, 25_600, 102_400)
 FACTOR = 6.0  # most growth of the time from one size to the next, four times as large
 FIRST_S = 0.1  # most time for the first size
 LEAST_S = 0.002  # below it a time says nothing about growth
 
 
-def check_growth(action: Callable[[Any], object], make: Callable[[int], object]) -> None:
+def check_growth(
+    action: Callable[[Any], object],
+    make: Callable[[int], object],
+    sizes: Sequence[int] = SIZES,
+    first_s: float = FIRST_S,
+) -> None:
     """Fail unless the action on four times the text takes less than six times the processor time."""
-    allowed = FIRST_S
-    for size in SIZES:
+    allowed = first_s
+    for size in sizes:
         least = _least_time(action, make(size), allowed)
         assert least <= allowed, (
             f"{size} characters: {least:.3f} s of processor time, allowed: {allowed:.3f} s"

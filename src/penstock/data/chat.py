@@ -8,7 +8,11 @@ prompt. Does not cut prompts and does not know datasets. transformers is importe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +27,7 @@ from penstock.errors import UserError
 Message = Mapping[str, Any]
 _OWN_ARGUMENTS = frozenset({"messages", "add_generation_prompt", "tokenize"})  # set here
 _PROBE = "probe7341"  # text that no template writes itself
+TEMPLATE_LIMIT_S = 5.0  # of processor time for one conversation; templates need milliseconds
 _CUT = "ꙮ⁂ꙮ"  # rendered text is tokenised in pieces: no token spans a cut, and templates print it
 
 
@@ -219,8 +224,9 @@ class ChatTemplate:
 
         def shows(message: dict[str, Any]) -> bool:
             try:
-                text = self.tokenizer.apply_chat_template([message], tokenize=False)
-            except (TemplateError, TypeError):
+                with self._time_limit():
+                    text = self.tokenizer.apply_chat_template([message], tokenize=False)
+            except (TemplateError, TypeError, ArithmeticError, MemoryError, RecursionError):
                 return False
             return _PROBE in text
 
@@ -250,18 +256,53 @@ class ChatTemplate:
         if self._wants_parts:
             conversation = [_in_parts(message) for message in conversation]
         try:
-            text = self.tokenizer.apply_chat_template(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **self._as_content(arguments),
-            )
+            with self._time_limit():
+                text = self.tokenizer.apply_chat_template(
+                    conversation,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **self._as_content(arguments),
+                )
+        except (OverflowError, MemoryError, RecursionError) as error:
+            raise UserError(
+                f"chat template of {self._folder}: {error or type(error).__name__}"
+            ) from None
         except TemplateError as error:
             roles = ", ".join(str(message.get("role")) for message in conversation)
             raise UserError(
                 f"chat template: refused messages with roles {roles}: {error}"
             ) from error
         return str(text)
+
+    @property
+    def _folder(self) -> str:
+        return repr(str(getattr(self.tokenizer, "name_or_path", "") or self._model))
+
+    @contextmanager
+    def _time_limit(self) -> Iterator[None]:
+        """Raise UserError in a template that computes too long, wherever it is: loops, products, powers.
+
+        By a signal, which only the main thread gets; conversations are rendered there.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        start = time.thread_time()
+
+        def stop(number: int, frame: object) -> None:
+            if time.thread_time() - start > TEMPLATE_LIMIT_S:  # the timer counts all threads
+                raise UserError(
+                    f"chat template of {self._folder}: got more than {TEMPLATE_LIMIT_S:g} s of "
+                    "processor time for one conversation, allowed: a template that ends"
+                )
+
+        before = signal.signal(signal.SIGVTALRM, stop)
+        signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_LIMIT_S, TEMPLATE_LIMIT_S / 4)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)
 
     def encode_text(self, text: str) -> np.ndarray:
         """The ids of text, int32, with nothing added (rendered turns, text streams)."""

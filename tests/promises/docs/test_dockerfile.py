@@ -50,6 +50,7 @@ def test_every_command_line_is_whole_and_installs_by_hash(name: str) -> None:
     runs = [shlex.split(run) for run in values(stages()[name], "RUN")]
     installs = [words for words in runs if "scripts/locked_install.py" in words]
     assert len(installs) == 1
+    assert all("--require-hashes" in words for words in runs if "pip" in words)
     extras = installs[0][installs[0].index("scripts/locked_install.py") + 1 :]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(extras) <= project["optional-dependencies"].keys()

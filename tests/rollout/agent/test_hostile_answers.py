@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
+from penstock.data.chat import ChatTemplate
 from penstock.engine.protocol import SamplingParams
 from penstock.rollout.agent.bridge import Bridge
 from penstock.rollout.agent.session import Limits, Session
 from stages.agent_parts import make_group
-from stages.chat_policy import Kept, ScriptedEngine, chat_template, user
+from stages.chat_policy import Kept, ScriptedEngine, chat_template, chat_tokenizer, user
 from stages.hostile_text import CALL, TEXTS, check_growth
 
 TOOL = {
@@ -26,14 +29,45 @@ TOOL = {
 WRITABLE = [name for name in TEXTS if name != "lone surrogates"]  # no token stands for one
 
 
+DIALECT = {  # as a tokenizer may name its own
+    "start_anchor": "<turn>assistant\n",
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "content": {},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+    },
+}
+
+
 def parse(ids: np.ndarray, context: str = "") -> dict[str, Any]:
     chat = chat_template()
     return Bridge(chat).parse(ids, chat.encode_text(context), [TOOL], 7)
 
 
+@cache
+def chat_of_dialect() -> ChatTemplate:
+    tokenizer = chat_tokenizer()
+    tokenizer.response_template = DIALECT
+    return ChatTemplate(tokenizer)
+
+
+def parse_dialect(ids: np.ndarray) -> dict[str, Any]:
+    chat = chat_of_dialect()
+    return Bridge(chat).parse(ids, chat.encode_text("<turn>assistant\n"), [TOOL], 7)
+
+
+@pytest.mark.parametrize("read", [parse, parse_dialect])
 @pytest.mark.parametrize("name", WRITABLE)
-def test_a_reader_of_tool_calls_takes_linear_time(name: str) -> None:
-    check_growth(parse, lambda size: chat_template().encode_text(TEXTS[name](size)))
+def test_a_reader_of_tool_calls_takes_linear_time(
+    name: str, read: Callable[[np.ndarray], object]
+) -> None:
+    check_growth(read, lambda size: chat_template().encode_text(TEXTS[name](size)))
 
 
 @pytest.mark.parametrize("name", WRITABLE)

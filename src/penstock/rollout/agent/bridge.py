@@ -47,6 +47,7 @@ _CALL_TEMPLATE = {  # the text between the tags of a call
         }
     },
 }
+_PIECE = 2_000  # characters; for each tag, a parser looks through all that it was fed
 _DEEPEST = 32  # levels of a call's arguments; templates and JSON read them by recursion
 
 
@@ -193,7 +194,7 @@ class Bridge:
         self, token_ids: np.ndarray, context_ids: np.ndarray, tools: Sequence[Any], key: int
     ) -> dict[str, Any]:
         """The assistant's message; what cannot be parsed is its content. `key` names its calls."""
-        from transformers.utils.chat_parsing import parse_response
+        from transformers.utils.chat_parsing import ResponseParser
 
         prefix = self._chat.decode_prompt(context_ids[-_PREFIX_TOKENS:])
         template = getattr(self._chat.tokenizer, "response_template", None)
@@ -203,7 +204,10 @@ class Bridge:
                 parsed = _read_tags(self._chat.decode(token_ids), region, tools)
             else:
                 text = self._chat.decode_prompt(token_ids)
-                parsed = parse_response(text, template, prefix=prefix, tools=list(tools))
+                parser = ResponseParser(template, prefix=prefix, tools=list(tools))
+                for start in range(0, len(text), _PIECE):
+                    parser.feed(text[start : start + _PIECE])
+                parsed, _ = parser.finalize()
             return _message(parsed, key)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return {"role": "assistant", "content": self._chat.decode(token_ids)}
