@@ -84,12 +84,16 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, float]]:
         """A dict for each step, such as `{"step": 1, "reward/mean": 0.25, ...}`."""
-        return _read_lines(self._folder.metrics)
+        from penstock.inspection.track.logs import read_metrics
+
+        return list(read_metrics(self._folder.metrics).values())
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """A dict for each evaluation of each task: task, step, accuracy, low, high, reward."""
-        return _read_lines(self._folder.evaluations / "summary.jsonl")
+        from penstock.rollout.evaluation.evaluate import read_summaries
+
+        return read_summaries(self._folder.evaluations)
 
     def samples(
         self,
@@ -298,17 +302,12 @@ def sft(
 def _train(
     config: str | Path | None, settings: Settings, files: Sequence[Path], trusted: bool
 ) -> Run:
-    from penstock.config.source import load_config
-    from penstock.files import say
     from penstock.run import entry
-    from penstock.store import trust
+    from penstock.store.trust import load_trusted
 
-    loaded = load_config(config, _overrides(settings), bare=config is None)
-    loaded.require_files()
-    for note in loaded.notes:
-        say(f"note: {note}", error=True)
-    trust.check_config(config, trust=trusted)
-    return Run(entry.train(loaded.config, own_data=files))
+    words = _overrides(settings)
+    loaded = load_trusted(config, words, trust=trusted, bare=config is None)
+    return Run(entry.train(loaded, own_data=files))
 
 
 @_entrance
@@ -432,6 +431,7 @@ def score(
     responses: rows with `response` and `gt_answer` or `test_cases`; a JSONL file; or a run.
     """
     from penstock.files import ScratchFolder, console
+    from penstock.files import read_rows
     from penstock.rollout.evaluation.score import score_file
     from penstock.run.session import outside_a_loop
 
@@ -444,7 +444,7 @@ def score(
         path, kind, out = Path(sources["score.data"]), rewards[0]["type"], scratch / "scored.jsonl"
         quiet = console(quiet=True)
         outside_a_loop(lambda: score_file(path, kind, out, chosen, console=quiet))
-        return _read_lines(out)
+        return read_rows(out)[0]
 
 
 # -- rewards -----------------------------------------------------------------------------------
@@ -583,9 +583,3 @@ def _folder(run: Run | str | Path) -> RunFolder:
 
 def _source(model: Run | str | Path) -> str:
     return str(model.path if isinstance(model, Run) else model)
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    from penstock.files import read_rows
-
-    return read_rows(path)[0] if path.is_file() else []

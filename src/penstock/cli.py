@@ -70,17 +70,10 @@ def _trusted_config(
     arguments: list[str] | None, *, trust: bool = False, with_tasks: bool = True
 ) -> Config:
     """The config of a command that may execute what it names."""
-    path, overrides = split_words(arguments or [])
-    loaded = load_config(path, overrides)
-    if with_tasks:
-        loaded.require_tasks()
-    loaded.require_files()
-    for note in loaded.notes:
-        say(f"note: {note}", error=True)
-    from penstock.store.trust import check_config
+    from penstock.store.trust import load_trusted
 
-    check_config(path, trust=trust)
-    return loaded.config
+    path, overrides = split_words(arguments or [])
+    return load_trusted(path, overrides, trust=trust, with_tasks=with_tasks)
 
 
 def _folder(run: str) -> RunFolder:
@@ -222,13 +215,12 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove runs with their journals and checkpoints; one that is under way is refused."""
-    from penstock.inspection.runs import folder_size
     from penstock.store.run_folder import delete
-    from penstock.store.space import size_text
+    from penstock.store.space import folder_bytes, size_text
 
     folders = [_folder(run) for run in runs]
     for folder in folders:
-        size = size_text(folder_size(folder.path))
+        size = size_text(folder_bytes(folder.path))
         if not yes:
             typer.confirm(f"remove {folder.path} ({size})?", abort=True, err=True)
         delete(folder)

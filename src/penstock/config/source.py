@@ -6,8 +6,6 @@ key, what was given, what is allowed, and the nearest valid key for a misspelt o
 
 from __future__ import annotations
 
-import glob
-import importlib.util
 import re
 import tomllib
 import types
@@ -24,7 +22,7 @@ from pydantic.fields import FieldInfo
 from penstock.config import Config
 from penstock.config.demo import context_length
 from penstock.config.mistakes import explain
-from penstock.config.plugins import parse
+from penstock.config.paths import beside
 from penstock.config.secrets import refuse_secrets
 from penstock.config.tree import leaves
 from penstock.errors import UserError
@@ -32,7 +30,6 @@ from penstock.errors import UserError
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # TOML takes none of them as they are
 _LENGTHS = {"train.steps": "episodes", "train.episodes": "steps"}  # a run has one of them
 _LOWERED = "lowered"
-_DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 DEMO_CONFIG = Path(__file__).parent / "demo" / "demo.toml"
 
 
@@ -82,7 +79,7 @@ def load_config(
     tree = {} if bare else _read_toml(source)
     missing: dict[str, str] = {}
     if path is not None and not bare:
-        tree = _beside(tree, source.parent, "", missing)
+        tree, missing = beside(tree, source.parent)
     label = "built-in demo" if path is None else f"file {source}"
     origins = {key: label for key, _ in leaves(tree)} if tree else {}
     for key in _override(tree, overrides):
@@ -105,54 +102,6 @@ def _fit_context(loaded: LoadedConfig, tree: dict[str, Any]) -> LoadedConfig:
     _put(tree, key, max(1, context // 2))
     why = f"{_LOWERED} from {default}: the context of the model {model} has {context} tokens"
     return LoadedConfig(validate(tree), {**loaded.origins, key: why}, loaded.missing)
-
-
-# ---- files that a config names
-
-
-def _beside(value: Any, folder: Path, key: str, missing: dict[str, str]) -> Any:
-    """The tree with each file that lies beside the config named by its path from the shell's folder.
-
-    A file that is not there keeps its name, which then counts from the shell's folder; `missing` gets a
-    sentence for each that is in neither place.
-    """
-    if isinstance(value, dict):
-        return {
-            name: _beside(item, folder, f"{key}.{name}".removeprefix("."), missing)
-            for name, item in value.items()
-        }
-    if isinstance(value, list):
-        return [_beside(item, folder, f"{key}[{i}]", missing) for i, item in enumerate(value)]
-    if not isinstance(value, str) or not value:
-        return value
-    name, mark, attribute = value, "", ""
-    if code := parse(value):
-        (name, attribute), mark = code, ":"
-        if not name.endswith(".py"):  # a module
-            file = folder / f"{name.replace('.', '/')}.py"
-            is_own = file.is_file() and not importlib.util.find_spec(name.partition(".")[0])
-            return f"{file}:{attribute}" if is_own else value
-    elif not _may_be_a_path(key, value):
-        return value
-    if (folder / name).exists() or ("*" in name and glob.glob(str(folder / name))):
-        return f"{folder / name}{mark}{attribute}"
-    is_file = bool(mark) or Path(name).suffix in _DATA_FILES
-    if is_file and "*" not in name and not Path(name).expanduser().exists():
-        places = dict.fromkeys(str((place / name).absolute()) for place in (folder, Path()))
-        missing[key] = f"got {value!r}, allowed: a file that exists; tried {' and '.join(places)}"
-    return value
-
-
-def _may_be_a_path(key: str, value: str) -> bool:
-    """Whether a setting may name a file or a folder, and the value is no name such as `addition`."""
-    last = key.rpartition(".")[2]
-    if last in ("path", "tokenizer", "reference"):
-        return value != "demo" and not value.startswith("~")
-    in_options = any(part.partition("[")[0].endswith("options") for part in key.split(".")[:-1])
-    is_name = (
-        "://" in value or value.startswith(("~", "RUN/")) or not ("/" in value or "." in value)
-    )
-    return (last == "data" or in_options) and not is_name
 
 
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:

@@ -21,6 +21,7 @@ from typing import Any
 from penstock import __version__
 from penstock.config import Config
 from penstock.config.demo import model_file
+from penstock.config.paths import MODELS, map_paths
 from penstock.config.plugins import fingerprint
 from penstock.data.dataset import Dataset
 from penstock.data.source import (
@@ -52,41 +53,23 @@ def absolute_paths(config: Config) -> Config:
 
     run.dir stays as it is: nothing reads it once the folder is made, and the folder may be moved.
     """
-    tree: dict[str, Any] = _own_files_absolute(config.model_dump())
-    for task in (*tree["tasks"].values(), *tree["eval"]["tasks"].values()):
-        if name := hub_name(task["data"]):
-            task["data"] = f"{HUB}{name}"
-        elif names_files(task["data"]):
-            task["data"] = _absolute(task["data"])
-    for section, name in (("model", "path"), ("model", "tokenizer"), ("train", "reference")):
-        value = tree[section][name]
-        if value != "demo" and Path(value or "\0").expanduser().is_dir():
-            tree[section][name] = _absolute(value)
-    if config.train.ptx.data:
-        tree["train"]["ptx"]["data"] = _absolute(config.train.ptx.data)
-    return Config.model_validate(tree)
+    return Config.model_validate(map_paths(config.model_dump(), _absolute))
 
 
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
-
-
-def _own_files_absolute(value: Any, *, in_options: bool = False) -> Any:
-    """Make the user's own Python files absolute, and paths in options if they exist."""
-    if isinstance(value, dict):
-        return {
-            key: _own_files_absolute(item, in_options=in_options or key.endswith("options"))
-            for key, item in value.items()
-        }
-    if isinstance(value, list):
-        return [_own_files_absolute(item, in_options=in_options) for item in value]
-    if isinstance(value, str):
-        code = _OWN_FILE.fullmatch(value)
-        if code and Path(code[1]).is_file():
-            return f"{os.path.abspath(code[1])}:{value[code.end(1) + 1 :]}"
-        if in_options and "/" in value and Path(value).exists():
-            return os.path.abspath(value)
-    return value
+def _absolute(key: str, name: str, is_code: bool) -> str:
+    """The absolute path of what is there; data keeps no relative path, and a dataset of the hub is marked."""
+    last, there = key.rpartition(".")[2], Path(name).expanduser()
+    if is_code:
+        is_path = name.endswith(".py") and there.is_file()
+    elif last == "data" and key != PTX:
+        if hub := hub_name(name):
+            return f"{HUB}{hub}"
+        is_path = names_files(name)
+    elif last in MODELS:
+        is_path = name != "demo" and there.is_dir()
+    else:
+        is_path = key == PTX or ("/" in name and there.exists())
+    return os.path.abspath(there) if is_path else name
 
 
 # -- measuring ---------------------------------------------------------------------------------

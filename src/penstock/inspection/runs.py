@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,9 +21,9 @@ from penstock.files import read_rows
 from penstock.inspection.findings.observed import Row
 from penstock.inspection.track.console import sparkline
 from penstock.inspection.track.logs import read_metrics
-from penstock.rollout.evaluation.evaluate import SUMMARY
+from penstock.rollout.evaluation.evaluate import read_summaries
 from penstock.store.run_folder import CONFIG, JOURNAL, Owner, RunFolder
-from penstock.store.space import size_text
+from penstock.store.space import folder_bytes, size_text
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,7 +52,7 @@ def list_runs(folder: Path) -> list[RunLine]:
     ]
     lines = [read_line(RunFolder(path)) for path in found]
     for path, line in zip(found, lines, strict=True):
-        line.size_bytes = folder_size(path)
+        line.size_bytes = folder_bytes(path)
     return sorted(lines, key=lambda run: -run.changed_at)
 
 
@@ -94,16 +92,6 @@ def _fill(line: RunLine, folder: RunFolder) -> None:
         line.state = "killed"
 
 
-def folder_size(path: Path) -> int:
-    """The bytes of all files below a folder; links count as links."""
-    total = 0
-    for parent, _, names in os.walk(path):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # the run may be under way
-                total += os.lstat(os.path.join(parent, name)).st_size
-    return total
-
-
 def _numbers(rows: Sequence[Row], name: str) -> list[float]:
     values = (row.get(name) for row in rows)
     return [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
@@ -111,8 +99,7 @@ def _numbers(rows: Sequence[Row], name: str) -> list[float]:
 
 def _held_out(folder: RunFolder) -> str:
     """The first evaluation task's score, at its first evaluation and, if it has two, its newest."""
-    path = folder.evaluations / SUMMARY
-    rows = [row for row in read_rows(path)[0] if row.get("task")] if path.is_file() else []
+    rows = read_summaries(folder.evaluations)
     if not rows:
         return ""
     task = rows[0]["task"]

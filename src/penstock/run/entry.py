@@ -102,7 +102,7 @@ def _settings(
 def _finished_steps(folder: RunFolder, config: Config) -> int:
     """The steps of a run that has nothing left to do: trained, evaluated and saved; 0 for any other."""
     from penstock.data.identity import TOTAL_STEPS
-    from penstock.files import read_rows
+    from penstock.rollout.evaluation.evaluate import read_summaries
     from penstock.store.checkpoint import CheckpointStore
     from penstock.store.journal import Journal
 
@@ -116,9 +116,8 @@ def _finished_steps(folder: RunFolder, config: Config) -> int:
                 return 0
     except PenstockError:
         return 0  # a resume tells what is wrong and what to do
-    summary = folder.evaluations / "summary.jsonl"
-    rows = read_rows(summary)[0] if summary.is_file() else []
-    evaluated = {row.get("task") for row in rows if row.get("step") == total}
+    rows = read_summaries(folder.evaluations)
+    evaluated = {row["task"] for row in rows if row["step"] == total}
     return total if config.eval.tasks.keys() <= evaluated else 0
 
 

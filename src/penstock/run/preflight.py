@@ -24,12 +24,13 @@ from penstock.model.parallel_plan import check_parallel
 from penstock.reward import VerifiableReward
 from penstock.reward.user import UserFunction
 from penstock.rollout.agent.build import check_agent
+from penstock.rollout.evaluation.score import answered
 from penstock.rollout.strategy import load_strategy
 from penstock.run.stop_rules import check_scores
 from penstock.store.space import available_mib
 from penstock.training import algo
 from penstock.training.algo.method import check_algorithm
-from penstock.types import Prompt, Rollout
+from penstock.types import Prompt
 from penstock.weights import SYNC_KINDS, sync_kind
 from penstock.workers import LAUNCHERS
 
@@ -148,9 +149,7 @@ async def _try_reward(where: str, judge: VerifiableReward, prompts: list[Prompt]
     for prompt in prompts:
         answer = prompt.gt_answer or "1"
         text = f"<think>{answer}</think><answer>{answer}</answer> \\boxed{{{answer}}}"
-        rollout = Rollout(
-            rollout_id=prompt.prompt_id, prompt_ids=prompt.token_ids, seed=0, text=text
-        )
+        rollout = answered(prompt.prompt_id, prompt, text, 0)
         try:
             async with asyncio.timeout(_TRIAL_S):
                 size = 2 if judge.needs_group else 1

@@ -24,10 +24,11 @@ from penstock.config import Config
 from penstock.config.changes import Change
 from penstock.config.doubts import doubts
 from penstock.config.plugins import PYTHON
-from penstock.config.source import load_config, with_overrides
+from penstock.config.source import with_overrides
 from penstock.data.identity import absolute_paths, check_copy, check_files, differences
 from penstock.errors import JournalDamaged, PenstockError, RunError, StopRequested, UserError
 from penstock.files import ScratchFolder, console, progress_bar, say
+from penstock.inspection.export import choose_checkpoint
 from penstock.inspection.report import write_report
 from penstock.inspection.summary import print_evaluations, print_summary
 from penstock.inspection.track.console import StartDisplay
@@ -47,7 +48,7 @@ from penstock.run.recover import (
 from penstock.run.replay import check_run, make_fork, open_fork
 from penstock.run.run_data import in_thread
 from penstock.store import run_folder, trust
-from penstock.store.checkpoint import MANIFEST, CheckpointStore
+from penstock.store.checkpoint import MANIFEST
 from penstock.store.run_folder import RunFolder
 from penstock.training.algo.doubts import algorithm_doubts
 from penstock.types import StepReport
@@ -428,14 +429,11 @@ def model_config(path: str | None, overrides: Sequence[str], *, trusted: bool = 
 
 def _model_config(path: str | None, overrides: Sequence[str], trusted: bool) -> Config:
     if path is None or Path(path).is_file():
-        loaded = load_config(path, overrides)
-        loaded.require_files()
-        trust.check_config(path, trust=trusted)
-        return loaded.config
+        return trust.load_trusted(path, overrides, trust=trusted)
     if (Path(path) / MANIFEST).is_file():
         path = str(Path(path) / "model")  # a checkpoint
     if path == "demo" or (Path(path) / "config.json").is_file() or _is_hub_name(path):
-        return load_config(None, [f"model.path={path}", *overrides], bare=True).config
+        return trust.load_trusted(None, [f"model.path={path}", *overrides], bare=True)
     try:
         folder = run_folder.find(path)
     except UserError:
@@ -443,10 +441,7 @@ def _model_config(path: str | None, overrides: Sequence[str], trusted: bool) -> 
             f"model: got {path!r}, allowed: a config file, a run (its folder, or its name in runs/), a "
             "model folder (one with config.json), a hub name owner/name, or demo"
         ) from None
-    newest = CheckpointStore(folder.checkpoints).newest()
-    if newest is None:
-        raise UserError(f"run {path}: got no valid checkpoint, allowed: a run that wrote one")
-    model = [f"model.path={newest.path / 'model'}"]
+    model = [f"model.path={choose_checkpoint(folder).path / 'model'}"]
     trust.check(folder.path, [folder.config()], trust=trusted)
     return with_overrides(folder.config(), [*model, *overrides])
 

@@ -65,10 +65,8 @@ class DiskWatch:
     def forecast(self, steps_done: int) -> str:
         """What the rest of the run will write, at most, and what is free, in one line."""
         journal = (self._total - steps_done) * _step_bytes(self._config)
-        checkpoint, keep = (
-            self._checkpoint_bytes(),
-            self._config.checkpoint.keep + 1 + bool(self._config.checkpoint.keep_best),
-        )
+        settings = self._config.checkpoint
+        checkpoint, keep = self._checkpoint_bytes(), settings.keep + 1 + bool(settings.keep_best)
         free = self._free(self._folder)
         written = f"at most {size_text(journal)} of journal ({TOKEN} bytes a token)"
         if checkpoint:
@@ -102,16 +100,23 @@ class DiskWatch:
             return self._checkpoint
         written = next((self._folder / "checkpoints").glob("step-*"), None)
         if written is not None:
-            with contextlib.suppress(FileNotFoundError):  # it is being pruned
-                self._checkpoint = sum(_bytes_of(path) for path in written.rglob("*"))
-                self._measured = True
+            self._checkpoint, self._measured = folder_bytes(written), True
         return self._checkpoint
 
 
-def _bytes_of(path: Path) -> int:
+def folder_bytes(folder: Path) -> int:
+    """The bytes of all files below a folder; links count as links."""
+    return sum(
+        _bytes_of(os.path.join(parent, name))
+        for parent, _, names in os.walk(folder)
+        for name in names
+    )
+
+
+def _bytes_of(path: str | Path) -> int:
     try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
+        return os.lstat(path).st_size
+    except FileNotFoundError:  # removed meanwhile
         return 0
 
 

@@ -57,12 +57,30 @@ def check(folder: Path, configs: Sequence[Config], *, trust: bool = False) -> No
     _write(digests)
 
 
-def check_config(path: str | Path | None, *, trust: bool = False) -> None:
-    """Do what `check` does for a config file inside a run folder; any other is the user's own."""
+def load_trusted(
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    trust: bool = False,
+    bare: bool = False,
+    with_tasks: bool = False,
+) -> Config:
+    """The config for a command that executes what it names: its files are there, and it may be trusted.
+
+    A config file inside a run folder is checked as the run is; any other is the user's own. with_tasks:
+    refuse a file that has no task of its own.
+    """
+    loaded = load_config(path, overrides, bare=bare)
+    if with_tasks:
+        loaded.require_tasks()
+    loaded.require_files()
+    for note in loaded.notes:
+        say(f"note: {note}", error=True)
     parents = Path(path).absolute().parents[:2] if path is not None else ()
     for folder in parents:  # RUN/config.toml, RUN/configs/until-step-N.toml
         if (folder / "journal.db").exists():
             check(folder, [load_config(path).config], trust=trust)
+    return loaded.config
 
 
 # -- the question ------------------------------------------------------------------------------

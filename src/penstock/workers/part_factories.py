@@ -7,7 +7,6 @@ actors build it by the name of its factory here; `inline.py` uses the classes di
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +19,7 @@ from penstock.engine import ENGINES
 from penstock.engine.protocol import InferenceEngine
 from penstock.errors import UserError, WrongStep
 from penstock.files import ScratchFolder, weight_folder
+from penstock.store.space import folder_bytes
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.waits import tell_stage
 from penstock.weights import SHARED
@@ -126,7 +126,7 @@ class TrainerService:
 
     def progress(self) -> tuple[int, int]:
         """How many pieces of work are done and the bytes of the newest snapshot; thread-safe."""
-        return self._consumer.work_done, _size_of(self._draft)
+        return self._consumer.work_done, folder_bytes(self._draft) if self._draft else 0
 
 
 def _memory_advice(config: Config) -> str:
@@ -134,17 +134,6 @@ def _memory_advice(config: Config) -> str:
     if config.launch.colocate:
         return f"{smaller}; with launch.colocate the engines have freed all of their memory"
     return f"{smaller}; with launch.colocate=true an engine on the same device frees its memory"
-
-
-def _size_of(folder: Path | None) -> int:
-    """The bytes of all files in a folder, which may be renamed or removed meanwhile."""
-    if folder is None:
-        return 0
-    total = 0
-    with contextlib.suppress(OSError):
-        for path in folder.rglob("*"):
-            total += path.stat().st_size
-    return total
 
 
 Meeting = tuple[str, int]  # address and port at which trainer ranks meet

@@ -343,20 +343,20 @@ def restore_summaries(folder: Path, last_step: int) -> None:
     """Remove a torn line and lines of lost steps, before a run continues."""
     path = folder / SUMMARY
     if path.is_file():
-        lines = [json.dumps(line) for line in _summaries(folder) if line["step"] <= last_step]
+        lines = [json.dumps(line) for line in read_summaries(folder) if line["step"] <= last_step]
         write_whole(path, "".join(f"{line}\n" for line in lines))
 
 
 def not_evaluated(tasks: Sequence[EvalTask], folder: Path, step: int) -> list[EvalTask]:
     """The tasks without a result for that step, for a resumed run."""
-    done = {line["task"] for line in _summaries(folder) if line["step"] == step}
+    done = {line["task"] for line in read_summaries(folder) if line["step"] == step}
     return [task for task in tasks if task.name not in done]
 
 
 def read_scores(folder: Path) -> dict[str, dict[int, float]]:
     """The held-out scores by step: of TASK/accuracy and TASK/reward; a repeated evaluation counts last."""
     scores: dict[str, dict[int, float]] = {}
-    for line in sorted(_summaries(folder), key=lambda line: line["step"]):
+    for line in sorted(read_summaries(folder), key=lambda line: line["step"]):
         for measure in ("accuracy", "reward"):
             if isinstance(value := line.get(measure), int | float):
                 scores.setdefault(f"{line['task']}/{measure}", {})[line["step"]] = float(value)
@@ -380,7 +380,8 @@ def best_or_pending(folder: Path, measure: str, steps: Collection[int]) -> set[i
     return pending if best is None else pending | {best}
 
 
-def _summaries(folder: Path) -> list[dict[str, Any]]:
+def read_summaries(folder: Path) -> list[dict[str, Any]]:
+    """The lines of eval/summary.jsonl: task, step, accuracy, low, high, reward; none without the file."""
     path = folder / SUMMARY
     rows = read_rows(path)[0] if path.is_file() else []
     return [row for row in rows if {"task", "step"} <= row.keys()]
