@@ -349,6 +349,24 @@ def test_a_run_is_removed_unless_it_is_under_way(
     assert not folder.path.exists()
 
 
+def test_a_model_that_the_hub_does_not_have_is_said_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert run(monkeypatch, "train", "model.path=no-such/model") == 2
+    said = capsys.readouterr().err
+    assert "model.path: got 'no-such/model', which is neither a folder nor in the cache" in said
+    assert "http://127.0.0.1:1 cannot be reached" in said
+    assert run(monkeypatch, "chat", "no-such/two words") == 2
+    assert "model.path: got 'no-such/two words', allowed: " in capsys.readouterr().err
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert run(monkeypatch, "generate", "no-such/model", "--prompt", "1+1") == 2
+    assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
+
+
 def test_a_bug_report_has_versions_devices_and_the_sandbox(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -399,6 +399,8 @@ def test_a_config_file_is_read_like_a_command() -> None:
             ["xtuner", "reward.py"],
             "convert: got reward.py without a trainer, allowed: trainer = RL",
         ),
+        (["verl", "trl.sh"], "did you mean: penstock convert trl trl.sh?"),
+        (["trl", "verl.sh"], "trl knows 0 of the "),
         (["trl", "data.jsonl"], "convert: got data.jsonl without a setting, allowed: a command"),
         (["trl", "trl.sh", "--out", "reward.py"], "convert: cannot write reward.py: File exists"),
     ],
@@ -408,6 +410,51 @@ def test_mistakes_are_one_line(words: list[str], said: str) -> None:
     assert isinstance(done.exception, UserError)  # the command line prints it, and ends with 2
     assert said in str(done.exception)
     assert "\n" not in str(done.exception)
+
+
+TRL_SCRIPT = """
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+from mine.rewards import tidy as neat
+
+def right(completions, gt_answer, **kwargs):
+    return [float(c == a) for c, a in zip(completions, gt_answer)]
+
+def main():
+    dataset = load_dataset("openai/gsm8k", "main")["train"].map(lambda row: row)
+    args = GRPOConfig(output_dir="$HOME/out", learning_rate=1e-5, num_generations=4, max_steps=30)
+    trainer = GRPOTrainer(
+        model="Qwen/Qwen2-0.5B-Instruct",
+        reward_funcs=[right, neat],
+        args=args,
+        train_dataset=dataset,
+        peft_config=LoraConfig(r=8, target_modules="all-linear"),
+    )
+    trainer.train()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_script_that_calls_trl_is_read(folder: Path) -> None:
+    (folder / "script.py").write_text(TRL_SCRIPT)
+    code, said = convert("trl", "script.py", "--out", "new.toml")
+    assert code == 0, said
+    config, text = load_config("new.toml").config, Path("new.toml").read_text()
+    task = config.tasks["train"]
+    assert (task.data, task.data_options) == (
+        "openai/gsm8k",
+        {"config": "main", "split": "train"},
+    )
+    assert [reward.type for reward in task.rewards] == ["script.py:right", "mine.rewards:tidy"]
+    assert (config.model.path, config.model.lora.rank) == ("Qwen/Qwen2-0.5B-Instruct", 8)
+    assert (config.train.lr, config.train.steps, config.train.groups_per_step) == (1e-5, 30, 2)
+    assert config.run.dir == f"{Path.home()}/out"
+    assert "penstock check new.toml" in text
+    assert "train_dataset = load_dataset('openai/gsm8k', 'main')['train'].map(" in text
+    assert "keep its own calls under `if __name__" in text
 
 
 def test_every_key_of_the_tables_exists() -> None:

@@ -21,6 +21,7 @@ from penstock.waits import Waits
 from stages.reward_samples import prompt, rollout
 
 SOURCE = """
+import numpy
 import threading
 from penstock.types import Score
 
@@ -99,6 +100,10 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
 
 async def verl_number(solution_str, ground_truth, extra_info, *, bonus=0.0, **kwargs):
     return float(solution_str in ground_truth) + extra_info["index"] + bonus
+
+def openrlhf(queries, prompts, labels, **kwargs):
+    said = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
+    return {"rewards": numpy.array([float(s == a) for s, a in zip(said, labels, strict=True)])}
 
 class Own:
     def __init__(self, factor=1.0):
@@ -323,6 +328,11 @@ def test_a_function_in_the_shape_of_verl() -> None:
 
 
 @pytest.mark.usefixtures("module")
+def test_a_function_in_the_shape_of_openrlhf() -> None:
+    assert [score.value for score in score_all("openrlhf", ["2", "3"], a_prompt())] == [1.0, 0.0]
+
+
+@pytest.mark.usefixtures("module")
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -331,6 +341,7 @@ def test_a_function_in_the_shape_of_verl() -> None:
         ("needs_more", {"threshold": "needs_more"}),
         ("trl", {"gt_answer": "trl"}),
         ("verl", {"gt_answer": "verl"}),
+        ("openrlhf", {"gt_answer": "openrlhf"}),
     ],
 )
 def test_the_fields_that_a_reward_reads_are_known(name: str, fields: dict[str, str]) -> None:

@@ -58,14 +58,14 @@ def test_what_init_writes_is_checked_and_trains_as_it_is(
     assert server.run("check", "mine/train.toml", *SMALL, directory=tmp_path) == 0, server.output()
     said = server.output()
     for words in (
-        "train:0   expected",
+        "train, line ",
         "<user>",  # the prompt as the model gets it
         "reward ",
         "200 prompts of 7 to 7 tokens (median 7); responses of at most 6",
         "trainer on cpu; engine (transformers) on cpu",
         "MiB of main memory are available",
         "tokens are generated in",
-        "1 steps, about",
+        "1 step, about",
     ):
         assert words in said
     assert not (tmp_path / "runs").exists()

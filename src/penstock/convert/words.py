@@ -2,8 +2,9 @@
 
 Words lose their leading dashes, and dashes inside them become underscores: `--top-p 0.9`, `top_p: 0.9`
 and `top_p=0.9` are one word. Nothing is executed: a shell variable is replaced if the script assigns it
-plainly, and a Python config of XTuner is read from its syntax tree. There a word is a class and its field,
-such as SampleParams.max_tokens; words of the evaluation begin with `eval:`.
+plainly, and a Python file is read from its syntax tree. In a config of XTuner a word is a class and its field,
+such as SampleParams.max_tokens; words of the evaluation begin with `eval:`. A script with a GRPOTrainer of TRL
+has the words of TRL's command line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from penstock.config.changes import flat
 from penstock.errors import UserError
@@ -47,7 +48,8 @@ def read_words(path: Path) -> dict[str, Any]:
             f"convert: got {path} without a setting, allowed: a command with `--word value` or "
             "`word=value`, or a .yaml or .json file"
         )
-    return words
+    home = {"HOME": str(Path.home())}
+    return {word: _filled(v, home) if type(v) is str else v for word, v in words.items()}
 
 
 def _of_tree(text: str, path: Path) -> dict[str, Any]:
@@ -186,6 +188,8 @@ def _of_python(text: str, path: Path) -> dict[str, Any]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
         raise UserError(f"convert: {path} is no Python file: {error}") from None
+    if calls := [node for node in ast.walk(tree) if _is_trl_trainer(node)]:
+        return _of_trl(tree, calls[-1], path)
     names: dict[str, Any] = {}
     for statement in tree.body:
         match statement:
@@ -205,6 +209,53 @@ def _of_python(text: str, path: Path) -> dict[str, Any]:
             allowed += f" that holds {parts}; add it at the end of the file"
         raise UserError(f"convert: got {path} without a trainer, allowed: {allowed}")
     return {"Trainer": trainer.name, **dict(_words_of(trainer, "", ""))}
+
+
+# ---- scripts that call TRL
+
+
+def _is_trl_trainer(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("GRPOTrainer")
+
+
+def _of_trl(tree: ast.Module, trainer: ast.Call, path: Path) -> dict[str, Any]:
+    """The words of TRL's command line for GRPOTrainer(model, reward_funcs, args=GRPOConfig(...), ...)."""
+    names: dict[str, Any] = {}
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    for node in sorted(statements, key=lambda node: node.lineno):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                names[name] = f"{path}:{name}"
+            case ast.ImportFrom(module=str(module)):
+                names |= {
+                    alias.asname or alias.name: f"{module}:{alias.name}" for alias in node.names
+                }
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                names[name] = _value(node.value, names)
+    given = dict(zip(("model", "reward_funcs", "args"), trainer.args, strict=False))
+    given |= {word.arg: word.value for word in trainer.keywords if word.arg}
+    fields = {name: _value(node, names) for name, node in given.items()}
+    words = {_TRL_FIELDS.get(name, name): value for name, value in fields.items()}
+    for name in ("args", "peft_config", "train_dataset"):
+        part = words.pop(name, None)
+        if isinstance(part, Part):
+            words |= {_TRL_PARTS[name].get(field, field): v for field, v in part.fields.items()}
+        elif part is not None:
+            words[name] = part
+    return {**words, "script": str(path)}
+
+
+_TRL_FIELDS = {"model": "model_name_or_path"}
+_TRL_PARTS = {  # parameter of GRPOTrainer: names of its fields on the command line
+    "args": dict[str, str](),
+    "peft_config": {"r": "lora_r", "target_modules": "lora_target_modules"},
+    "train_dataset": {
+        "path": "dataset_name",
+        "name": "dataset_config",
+        "split": "dataset_train_split",
+        "changes": "train_dataset",
+    },
+}
 
 
 def _forget(statement: ast.stmt, names: dict[str, Any]) -> None:
@@ -244,7 +295,15 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
             return _variable(node, _value(node.slice, names), None)
         case ast.Call():
             return _called(node, names)
+        case ast.Subscript(slice=ast.Constant(value=str(split))) if _is_dataset(
+            dataset := _value(node.value, names)
+        ):
+            return Part("load_dataset", {**dataset.fields, "split": split})
     return Unread(ast.unparse(node))
+
+
+def _is_dataset(value: Any) -> TypeGuard[Part]:
+    return isinstance(value, Part) and value.name == "load_dataset"
 
 
 def _computed(node: ast.BinOp, names: dict[str, Any]) -> Any:
@@ -265,6 +324,14 @@ def _called(node: ast.Call, names: dict[str, Any]) -> Any:
     )
     fields = {word.arg: _value(word.value, names) for word in node.keywords if word.arg}
     name = function.rpartition(".")[2]
+    if name == "load_dataset":
+        return Part(name, {**dict(zip(("path", "name"), arguments, strict=False)), **fields})
+    if name == "from_pretrained" and arguments:
+        return arguments[0]
+    if isinstance(node.func, ast.Attribute) and _is_dataset(
+        dataset := _value(node.func.value, names)
+    ):
+        return Part("load_dataset", {**dataset.fields, "changes": Unread(ast.unparse(node))})
     is_config = name.endswith("Config") or name == "SampleParams" or name in _INSIDE
     if function in ("os.environ.get", "os.getenv") and arguments:
         return _variable(node, arguments[0], (*arguments, fields.get("default"))[1])

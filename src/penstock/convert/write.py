@@ -27,8 +27,8 @@ def write_config(system: str, file: Path, out: Path | None = None) -> Path:
     """Write the TOML for a file of `system` to `out`, which must not exist; return its path."""
     if system not in WORDS:
         raise UserError(f"convert: got {system!r}, allowed: {', '.join(WORDS)}")
-    text = convert(system, file)
     path = out or Path(f"{file.stem}.toml")
+    text = convert(system, file, path)
     try:
         with path.open("x", encoding="utf-8") as written:
             written.write(text)
@@ -41,10 +41,11 @@ def write_config(system: str, file: Path, out: Path | None = None) -> Path:
     return path
 
 
-def convert(system: str, path: Path) -> str:
-    """The TOML for a command line or a config file of `system`."""
-    spellings = SPELLINGS[system]
-    conversion = Conversion({spellings.get(word, word): v for word, v in read_words(path).items()})
+def convert(system: str, path: Path, out: Path | None = None) -> str:
+    """The TOML for a command line or a config file of `system`; `out` is where it will be."""
+    spellings, words = SPELLINGS[system], read_words(path)
+    _check_system(system, path, words)
+    conversion = Conversion({spellings.get(word, word): value for word, value in words.items()})
     for key, value, note in DEFAULTS[system]:
         conversion.put(key, value, note)
     for word, value in conversion.words.items():
@@ -59,7 +60,20 @@ def convert(system: str, path: Path) -> str:
         if word not in conversion.used
     ]
     _complete(conversion)
-    return _text(system, path, conversion)
+    return _text(system, path, out or Path(f"{path.stem}.toml"), conversion)
+
+
+def _check_system(system: str, path: Path, words: dict[str, Any]) -> None:
+    """Refuse a file that another system knows far more words of."""
+    known = {
+        name: sum(word in spellings for word in words) for name, spellings in SPELLINGS.items()
+    }
+    likely = max(known, key=lambda name: known[name])
+    if 2 * known[system] < known[likely]:
+        raise UserError(
+            f"convert: {system} knows {known[system]} of the {len(words)} settings of {path}, {likely} knows "
+            f"{known[likely]}; did you mean: penstock convert {likely} {path}?"
+        )
 
 
 def _translate(conversion: Conversion, word: str, value: Any, rule: Rule | None) -> None:
@@ -163,7 +177,7 @@ def _complete(conversion: Conversion) -> None:
 _ORDER = ("", "run", "model", "tasks", "sampling", "algorithm", "train", "produce", "engine")
 
 
-def _text(system: str, path: Path, conversion: Conversion) -> str:
+def _text(system: str, path: Path, out: Path, conversion: Conversion) -> str:
     sections: dict[str, list[str]] = {}
     for key, (value, comment) in conversion.settings.items():
         section, _, name = key.rpartition(".")
@@ -173,7 +187,7 @@ def _text(system: str, path: Path, conversion: Conversion) -> str:
         )
     lines = [
         f"# Made from {path.name} by `penstock convert {system}`. A comment names the word, or says what differs.",
-        f"#   penstock check {path.stem}.toml",
+        f"#   penstock check {out}",
     ]
 
     def place(section: str) -> tuple[int, str]:

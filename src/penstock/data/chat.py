@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 
 from penstock.config import ModelConfig
-from penstock.config.demo import policy_path
+from penstock.config.demo import model_file, policy_path
 from penstock.data.end_tokens import EndTokens
 from penstock.errors import UserError
 
@@ -29,6 +29,35 @@ _OWN_ARGUMENTS = frozenset({"messages", "add_generation_prompt", "tokenize"})  #
 _PROBE = "probe7341"  # text that no template writes itself
 TEMPLATE_LIMIT_S = 5.0  # of processor time for one conversation; templates need milliseconds
 _CUT = "ꙮ⁂ꙮ"  # rendered text is tokenised in pieces: no token spans a cut, and templates print it
+_TOKENIZER_OR_MODEL = ("tokenizer_config.json", "config.json")
+_HUB_S = 5.0  # in which the hub must answer
+
+
+def _ask_hub(name: str, key: str) -> None:
+    """Raise a UserError unless the hub has the model; transformers would ask again for a minute and a half."""
+    is_here = Path(name).is_dir() or any(model_file(name, file) for file in _TOKENIZER_OR_MODEL)
+    if is_here or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return
+    import httpx2
+    from huggingface_hub import constants, get_token
+
+    what = f"{key}: got {name!r}, which is neither a folder nor in the cache of the hub"
+    allowed = "allowed: a model folder, or a hub name owner/name"
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(f"{what}, and HF_HUB_OFFLINE is set; {allowed}")
+    token = get_token()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    address = f"{constants.ENDPOINT}/api/models/{name}"
+    try:
+        status = httpx2.get(address, headers=headers, timeout=_HUB_S).status_code
+    except httpx2.HTTPError as error:
+        raise UserError(
+            f"{what}, and {constants.ENDPOINT} cannot be reached ({error}); {allowed}"
+        ) from None
+    if status in (401, 403, 404):
+        raise UserError(
+            f"{what}; the hub has no such model, or not for you (HTTP {status}); {allowed}"
+        )
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -88,9 +117,10 @@ class ChatTemplate:
 
     @classmethod
     def from_config(cls, model: ModelConfig) -> Self:
-        tokenizer = load_tokenizer(
-            model.tokenizer or model.path, trust_remote_code=model.trust_remote_code
-        )
+        name = model.tokenizer or model.path
+        if name != "demo":
+            _ask_hub(name, "model.tokenizer" if model.tokenizer else "model.path")
+        tokenizer = load_tokenizer(name, trust_remote_code=model.trust_remote_code)
         return cls(tokenizer, str(_folder_or_name(model.path)))
 
     @cached_property

@@ -65,10 +65,9 @@ def _absolute(key: str, name: str, is_code: bool) -> str:
         if hub := hub_name(name):
             return f"{HUB}{hub}"
         is_path = names_files(name)
-    elif last in MODELS:
-        is_path = name != "demo" and there.is_dir()
     else:
-        is_path = key == PTX or ("/" in name and there.exists())
+        is_model = last in MODELS and name != "demo" and there.is_dir()
+        is_path = is_model or key == PTX or ("/" in name and there.exists())
     return os.path.abspath(there) if is_path else name
 
 

@@ -331,7 +331,7 @@ def _bias(name: str, task: TaskAudit) -> list[str]:
 
 def _print(result: Audit, console: Console) -> None:
     counts = Table("task", "drawn", "trained", "buffered", "in flight", "dropped", "balance")
-    means = Table("task", "tokens drawn", "tokens trained", "reward drawn", "reward trained")
+    means = Table("task", "mean tokens drawn", "trained", "mean reward drawn", "trained")
     for name, task in result.tasks.items():
         drops = ", ".join(f"{reason} {number}" for reason, number in sorted(task.dropped.items()))
         numbers = (task.drawn, task.trained, task.buffered, task.in_flight)

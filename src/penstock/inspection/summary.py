@@ -64,7 +64,7 @@ def print_findings(folder: RunFolder, console: Console, *, as_json: bool = False
     elif findings:
         console.print(finding_table(findings))
     else:
-        console.print(f"Nothing was found in {observed.last_step} steps.", highlight=False)
+        console.print(f"No problem was found in {observed.last_step} steps.", highlight=False)
     return int(bool(findings))
 
 
@@ -133,6 +133,11 @@ def _change(change: FigureChange, plot: str) -> Text:
     return Text.assemble(
         f"{change.first:.3f} -> ", (f"{change.last:.3f}", "bold"), ("  " + plot, "cyan")
     )
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun: 1 engine, 2 engines."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def duration(seconds: float) -> str:

@@ -1,11 +1,12 @@
 """A user's function or object as a reward.
 
-The parameters of a function tell which of four shapes it has:
+The parameters of a function tell which of five shapes it has:
 
     one response    response or rollout; prompt, gt_answer, test_cases, messages, extra
     a whole group   responses or rollouts, and the same of the prompt; returns one value for each
     TRL             completions, prompts, completion_ids, and fields of the data, all as lists
     verl            compute_score: data_source, solution_str, ground_truth, extra_info
+    OpenRLHF        reward_func: queries (prompt and response), prompts, labels, all as lists
 
 Every other parameter is an option of the reward, or a field of the data. A function is sync or async, and runs in
 a thread, so that slow code does not block the event loop (`call_threads.py`). An object needs no more than
@@ -67,7 +68,7 @@ class UserFunction(Reward):
         self._signature = read_signature(name, function, self._options)
         self._is_chat = is_chat
         self.fields = self._signature.reads  # of the data; every record must have them
-        self.needs_group = self._signature.shape in (Shape.GROUP, Shape.TRL)
+        self.needs_group = self._signature.shape in (Shape.GROUP, Shape.TRL, Shape.OPENRLHF)
         self._threads: CallThreads | None = None  # begun by the first call
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
@@ -128,7 +129,9 @@ def _read_timeout(name: str, value: Any) -> float:
 
 
 def _values(result: Any) -> Sequence[Any]:
-    """The values that a function of a whole group returned."""
+    """The values that a function of a whole group returned; OpenRLHF's may be in a dict."""
+    if isinstance(result, Mapping):
+        result = result.get("rewards")
     if callable(to_list := getattr(result, "tolist", None)):  # a tensor or an array
         result = to_list()
     if not isinstance(result, Sequence) or isinstance(result, str):
@@ -187,6 +190,7 @@ class Shape(StrEnum):
     GROUP = "a whole group"
     TRL = "TRL"
     VERL = "verl"
+    OPENRLHF = "OpenRLHF"
 
 
 SYSTEM_NAMES: dict[Shape, tuple[str, ...]] = {  # parameters that the system fills
@@ -197,8 +201,12 @@ SYSTEM_NAMES: dict[Shape, tuple[str, ...]] = {  # parameters that the system fil
         *("trainer_state", "log_extra", "log_metric"),
     ),
     Shape.VERL: ("data_source", "solution_str", "ground_truth", "extra_info"),
+    Shape.OPENRLHF: ("queries", "prompts", "labels"),
 }
-_READ = {"gt_answer": "gt_answer", "test_cases": "test_cases", "ground_truth": "gt_answer"}
+_READ = {
+    "test_cases": "test_cases",
+    **dict.fromkeys(("gt_answer", "ground_truth", "labels"), "gt_answer"),
+}
 
 
 @dataclass(slots=True, frozen=True)
@@ -232,7 +240,15 @@ class Signature:
         return chosen
 
     def of_group(self, rollouts: Sequence[Rollout], prompt: Prompt) -> dict[str, Any]:
-        """The arguments for all rollouts of a group (the shape GROUP)."""
+        """The arguments for all rollouts of a group (the shapes GROUP and OPENRLHF)."""
+        if self.shape is Shape.OPENRLHF:
+            question = _question(prompt)
+            labels = {
+                "queries": [question + rollout.text for rollout in rollouts],
+                "prompts": [question] * len(rollouts),
+                "labels": [ground_truth(prompt.gt_answer, prompt.extra)] * len(rollouts),
+            }
+            return self._choose(labels, prompt)
         values = {
             "rollouts": list(rollouts),
             "responses": [rollout.text for rollout in rollouts],
@@ -248,7 +264,7 @@ class Signature:
 
         `is_chat`: prompts and completions are lists of messages, because the data has messages.
         """
-        question: Any = prompt.messages[-1]["content"] if prompt.messages else ""
+        question: Any = _question(prompt)
         completions: list[Any] = [rollout.text for rollout in rollouts]
         if is_chat:
             question = list(prompt.messages)
@@ -309,6 +325,8 @@ def _shape_of(name: str, parameters: Sequence[str]) -> Shape:
         return Shape.VERL
     if "completions" in parameters:
         return Shape.TRL
+    if "queries" in parameters:
+        return Shape.OPENRLHF
     takes_one = any(parameter in ("rollout", "response") for parameter in parameters)
     takes_many = any(parameter in ("rollouts", "responses", "prompts") for parameter in parameters)
     if takes_one and takes_many:
@@ -319,9 +337,13 @@ def _shape_of(name: str, parameters: Sequence[str]) -> Shape:
         raise UserError(
             f"reward {name}: got a function of ({', '.join(parameters)}), allowed: a parameter "
             "named rollout or response (one response), rollouts or responses (a whole group), "
-            "completions (as TRL calls it) or solution_str (as verl calls it)"
+            "completions (as TRL calls it), solution_str (as verl calls it) or queries (OpenRLHF)"
         )
     return Shape.ONE if takes_one else Shape.GROUP
+
+
+def _question(prompt: Prompt) -> Any:
+    return prompt.messages[-1]["content"] if prompt.messages else ""
 
 
 def _of_prompt(prompt: Prompt) -> dict[str, Any]:

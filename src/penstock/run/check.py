@@ -29,7 +29,7 @@ from penstock.errors import UserError
 from penstock.files import ScratchFolder
 from penstock.inspection.findings import Observed, find
 from penstock.inspection.findings.observed import WINDOW, looked_at_settings
-from penstock.inspection.summary import duration
+from penstock.inspection.summary import count, duration
 from penstock.inspection.track.console import finding_table
 from penstock.rollout.agent import AgentLoop
 from penstock.rollout.agent.build import check_agent, try_agent
@@ -152,7 +152,7 @@ def _look(config: Config, data: RunData) -> Rehearsal:
     for name, dataset in data.train.items():
         lengths = sorted(len(dataset[index].token_ids) for index in range(min(len(dataset), 1000)))
         seen.lengths[name] = (
-            f"{len(dataset)} prompts of {lengths[0]} to {dataset.longest} tokens (median "
+            f"{count(len(dataset), 'prompt')} of {lengths[0]} to {dataset.longest} tokens (median "
             f"{lengths[len(lengths) // 2]}); responses of at most {config.task_sampling(name).max_tokens}"
         )
     return seen
@@ -406,7 +406,8 @@ def print_rehearsal(console: Console, seen: Rehearsal) -> int:
 
 def _print_group(console: Console, prompt: str, group: Group) -> None:
     expected = "" if group.prompt.gt_answer is None else f"   expected {group.prompt.gt_answer}"
-    console.print(Text.assemble((group.group_id, "bold"), (expected, "dim")))
+    line = group.prompt.prompt_id.partition("@")[0].rpartition(":")[2]
+    console.print(Text.assemble((f"{group.task}, line {line}", "bold"), (expected, "dim")))
     console.print(Text(_clip(prompt), style="cyan"), soft_wrap=True)
     ranked = sorted(group.rollouts, key=_worth, reverse=True)
     shown = ranked if len(ranked) <= _SHOWN else [ranked[0], ranked[len(ranked) // 2], ranked[-1]]
@@ -450,4 +451,5 @@ def _step(seen: Rehearsal) -> str:
 def _run(seen: Rehearsal) -> str:
     seconds = seen.seconds_per_step()[2] * seen.total_steps
     length = "are as long as they may be" if seen.stretch > 1 else "keep their length"
-    return f"{seen.total_steps} steps, about {duration(seconds)} without evaluations, if responses {length}"
+    steps = count(seen.total_steps, "step")
+    return f"{steps}, about {duration(seconds)} without evaluations, if responses {length}"

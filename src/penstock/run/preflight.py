@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -173,7 +174,7 @@ def check_model(path: str, key: str) -> None:
     if folder.exists():
         if not (folder / "config.json").is_file() and key != "model.tokenizer":
             raise UserError(f"{key}: got {path!r}, allowed: a model folder (one with config.json)")
-    elif path.startswith((".", "/", "~")) or path.count("/") != 1:
+    elif not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
         raise UserError(
             f"{key}: got {path!r}, allowed: a folder that exists, or a hub name owner/name"
         )

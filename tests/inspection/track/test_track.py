@@ -116,6 +116,7 @@ def test_without_a_terminal_the_console_prints_plain_lines(tmp_path: Path) -> No
     tracker.close()
     text = out.getvalue()
     assert "step 10/10" in text
+    assert " left" not in text  # after the last step nothing is
     assert "reward 0.500" in text
     assert "tokens/s 200" in text
     assert "heldout accuracy 0.250" in text

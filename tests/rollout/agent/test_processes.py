@@ -319,7 +319,7 @@ def test_the_start_of_a_process_is_no_part_of_a_rollouts_time() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("raises", "OSError: the browser is gone"),
+        ("raises", "agent: OSError: the browser is gone (FILE:"),
         ("dies", "the agent's process ended"),
         ("gone", "no attribute"),
     ],
@@ -329,7 +329,7 @@ def test_a_process_that_fails_costs_its_rollout_and_says_why(
 ) -> None:
     (rollout,) = run(Pool(f"{file}:{name}", 1), 1)
     assert rollout.status is Status.FAILED
-    assert words in rollout.error
+    assert words.replace("FILE", str(file)) in rollout.error
 
 
 def test_a_process_that_hangs_is_killed_with_its_children(file: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
@@ -268,8 +269,12 @@ class ConsoleTracker(Tracker):
         self._last_plain = now
         curves = [(name, f"{values[-1]:.3f}") for name, values in self._curves()]
         figures = "  ".join(f"{name} {value}" for name, value in [*curves, *self._figures()])
+        seconds = self._progress.tasks[0].time_remaining
+        left = "" if seconds is None or last else f"  {timedelta(seconds=round(seconds))} left"
         self._console.print(
-            f"step {step}/{self._info.total_steps}  {figures}", highlight=False, soft_wrap=True
+            f"step {step}/{self._info.total_steps}{left}  {figures}",
+            highlight=False,
+            soft_wrap=True,
         )
         for line in [*self._info.live().splitlines()[1:], *account_lines(self._metrics)]:
             self._console.print(f"    {line}", highlight=False, soft_wrap=True)

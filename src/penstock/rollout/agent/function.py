@@ -25,6 +25,7 @@ from penstock.reward.user import as_score
 from penstock.rollout.agent.bridge import Bridge
 from penstock.rollout.agent.session import (
     TOOL_THREADS,
+    AgentFault,
     Function,
     Limits,
     Model,
@@ -218,10 +219,8 @@ class FunctionAgent(AgentLoop):
                 self._set_aside(session)
                 return
             rollout.restart()  # its calls are spent: a retry needs another seed
-            is_reward_error = isinstance(error, RewardError)
-            reason = (
-                error if is_reward_error else f"{type(error).__name__}: {error}{place_of(error)}"
-            )
+            is_told = isinstance(error, RewardError | AgentFault)
+            reason = error if is_told else f"{type(error).__name__}: {error}{place_of(error)}"
             rollout.fail(f"agent: {reason}")
             return
         rollout.move_to(Status.COMPLETED)

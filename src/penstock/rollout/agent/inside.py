@@ -22,7 +22,9 @@ import os
 import select
 import signal
 import sys
+import sysconfig
 import threading
+import traceback
 import types
 import urllib.error
 import urllib.request
@@ -275,7 +277,16 @@ def call(
         json.dumps(result)
         return {"result": result, "earned": model.earned}
     except Exception as error:  # whatever the user's function raises is its rollout's outcome
-        return {"error": f"{type(error).__name__}: {error}"}
+        traceback.print_exc()  # to stderr, which the driver keeps
+        return {"error": f"{type(error).__name__}: {error}{place_of(error)}"}
+
+
+def place_of(error: BaseException) -> str:
+    """ " (file:line)" of the user's code that raised; empty if there is none."""
+    libraries = (__file__, *(sysconfig.get_path(n) for n in ("stdlib", "purelib", "platlib")), "<")
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    return f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
 
 
 def serve(target: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock.errors import RewardError, RunError, UserError
 from penstock.reward.line_process import LineProcess, ProcessPool
-from penstock.rollout.agent.session import Function, Model, Task, session_of
+from penstock.rollout.agent.session import AgentFault, Function, Model, Task, session_of
 
 INSIDE = Path(__file__).with_name("inside.py")
 DEFAULT_PROCESSES = 4
@@ -60,7 +60,7 @@ async def _call(process: LineProcess, task: Task, model: Model, **options: Any) 
             raise
         answer = await process.ask(permission)
     if "error" in answer:
-        raise RunError(answer["error"])
+        raise AgentFault(answer["error"])
     model.reward(answer["earned"])
     return answer["result"]
 

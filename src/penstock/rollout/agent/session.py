@@ -65,6 +65,10 @@ POLICIES = ("fail", "retry", "rebuild")  # for a tool call that was only begun
 Unknown = str | Callable[[str], Any]
 
 
+class AgentFault(RunError):
+    """What an agent raised in a process of its own, with its type and its place."""
+
+
 class ToolUnknown(RunError):
     """A tool was begun before a crash, and nobody knows whether it ended."""
 

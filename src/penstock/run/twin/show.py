@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from penstock.inspection.summary import duration
+from penstock.inspection.summary import count, duration
 from penstock.inspection.track.console import draw_curves
 from penstock.run.twin.plan import Check, Plan
 from penstock.run.twin.profile import Profile
@@ -20,7 +20,7 @@ def text_of(profile: Profile, plan: Plan) -> Iterator[str]:
     yield from (f"note: {note}" for note in (*profile.notes, *base.notes))
     yield ""
     yield (
-        f"{base.engines} engines, {base.ranks} trainer ranks: {base.tokens_per_s:,.0f} trained tokens/s, "
+        f"{count(base.engines, 'engine')}, {count(base.ranks, 'trainer rank')}: {base.tokens_per_s:,.0f} trained tokens/s, "
         f"{base.seconds_per_step:.2f} s a step"
     )
     yield (
@@ -43,7 +43,8 @@ def text_of(profile: Profile, plan: Plan) -> Iterator[str]:
         yield from ("", f"split of {best.engines + best.ranks} GPUs".ljust(36) + _HEAD)
         for result in plan.splits:
             mark = "  <- best" if result is best else ""
-            yield _row(f"{result.engines} engines, {result.ranks} ranks", result, base) + mark
+            split = f"{count(result.engines, 'engine')}, {count(result.ranks, 'rank')}"
+            yield _row(split, result, base) + mark
         yield f"write: launch.num_producers={best.engines} launch.num_consumers={best.ranks}"
         yield from (f"note: {note}" for note in best.notes)
 
