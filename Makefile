@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: demo test tests test-long test-ray test-simulation test-fuzz test-gpu test-vllm test-agents test-wheel check format clean help
+.PHONY: demo test tests test-long test-ray test-simulation test-fuzz test-gpu test-vllm test-agents test-wheel docs release-check check format clean help
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -73,10 +73,16 @@ test-agents: $(DEV_STAMP)  ## agents in real frameworks and environments, each i
 test-wheel: $(STAMP)  ## build the wheel, install it into a new environment, train there
 	PYTHON=$(abspath $(BIN))/python scripts/test_wheel.sh
 
+docs: $(STAMP)  ## build the site of the documentation into build/docs/site; a link that leads nowhere fails
+	$(BIN)/python scripts/build_docs.py
+
+release-check: test-wheel  ## what a release needs: version, changelog, wheel, sdist, metadata, an install without a network
+	$(BIN)/python scripts/release_check.py
+
 format: $(DEV_STAMP)  ## format the code; update the picture of the packages in CONTRIBUTING.md
 	$(BIN)/ruff format src tests benchmarks scripts examples
 	$(BIN)/ruff check --fix src tests benchmarks scripts examples
 	$(BIN)/python scripts/draw_house.py --write
 
 clean:  ## remove environments and caches
-	rm -rf $(VENV) .venv-vllm .venv-games .venv-mcp examples/*/.venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist $(VENV) .venv-vllm .venv-games .venv-mcp examples/*/.venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

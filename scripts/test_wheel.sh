@@ -21,6 +21,7 @@ else
 fi
 cd "$scratch" # not in the repository: what runs is the wheel
 export XDG_CONFIG_HOME="$scratch/config" PYTHONPATH=
+export HF_HUB_OFFLINE=1 http_proxy=http://127.0.0.1:9 https_proxy=http://127.0.0.1:9 # no network from here on
 "$scratch/venv/bin/penstock" --version
 "$scratch/venv/bin/penstock" train train.steps=2 eval.max_problems=8 run.name=wheel
 "$scratch/venv/bin/penstock" resume wheel train.steps=3

@@ -430,8 +430,7 @@ def score(
 
     responses: rows with `response` and `gt_answer` or `test_cases`; a JSONL file; or a run.
     """
-    from penstock.files import ScratchFolder, console
-    from penstock.files import read_rows
+    from penstock.files import ScratchFolder, console, read_rows
     from penstock.rollout.evaluation.score import score_file
     from penstock.run.session import outside_a_loop
 

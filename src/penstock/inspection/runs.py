@@ -17,7 +17,6 @@ from rich.text import Text
 
 from penstock.data.identity import TOTAL_STEPS
 from penstock.errors import PenstockError, UserError
-from penstock.files import read_rows
 from penstock.inspection.findings.observed import Row
 from penstock.inspection.track.console import sparkline
 from penstock.inspection.track.logs import read_metrics
