@@ -168,10 +168,15 @@ async def converse(engine: TransformersEngine, number: int, turns: int, observed
 
 async def measure_engine(sessions: int, turns: int, observed: int) -> str:
     """Run all sessions at once; return what they cost."""
-    from rollouts import build
+    from rollouts import demo_shape
+    from transformers import AutoModelForCausalLM
 
+    shape = demo_shape()
+    shape.max_position_embeddings, shape.eos_token_id = 1 << 16, None
     engine = TransformersEngine(
-        lambda: build("demo", "cpu", "penstock"), fetch=lambda _: [], options=TransformersOptions()
+        lambda: AutoModelForCausalLM.from_config(shape, attn_implementation="penstock").eval(),
+        fetch=lambda _: [],
+        options=TransformersOptions(),
     )
     await engine.start()
     used, started = time.process_time(), time.perf_counter()

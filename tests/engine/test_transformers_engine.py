@@ -22,6 +22,7 @@ from penstock.engine.transformers.engine import TransformersEngine, _text_decode
 from penstock.engine.transformers.mailbox import Burst
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.errors import EngineError, UserError
+from penstock.types import expand_segments
 from stages import tiny_policy as tiny
 from stages.engine_case import EngineCase, run, started
 from stages.tiny_engine import make_engine, same_bits
@@ -295,21 +296,44 @@ def test_fetch_that_fails_leaves_the_engine_serving() -> None:
     run(main)
 
 
-def test_the_token_budget_bounds_what_runs() -> None:
+@settings(max_examples=6, deadline=None)
+@given(specs=REQUESTS, limit=st.integers(130, 300))
+def test_admission_by_memory_loses_and_changes_no_response(specs: list[Spec], limit: int) -> None:
+    """The longest request fits: the newest ones go back to the queue, and continue later."""
+
     async def main() -> None:
-        engine = make_engine(max_slots=8, max_tokens_in_flight=120)
-        await engine.start()
-        tasks = [
-            asyncio.create_task(engine.generate(tiny.request(str(i), max_tokens=50, min_tokens=50)))
-            for i in range(6)
+        narrow, wide = make_engine(max_slots=8, max_tokens_in_flight=limit), make_engine()
+        await narrow.start()
+        await wide.start()
+        runner, most = narrow._live_runner, 0
+        step = runner.step
+
+        def watched(new: list, keep: set) -> list:
+            nonlocal most
+            finished = step(new, keep)
+            held = [int(runner.table.length[sequence.slot]) for sequence in runner.table.running]
+            most = max(most, sum(held) if len(held) > 1 else 0)
+            return finished
+
+        runner.step = watched  # type: ignore[method-assign]
+        requests = [
+            dataclasses.replace(
+                asked(place, spec),
+                sampling=SamplingParams(max_tokens=spec[2] + 10, min_tokens=spec[2]),
+            )
+            for place, spec in enumerate(specs)
         ]
-        most = 0
-        while not all(task.done() for task in tasks):
-            most = max(most, (await engine.stats()).running)
-        assert most == 2
-        with pytest.raises(UserError, match="120"):
-            await engine.generate(tiny.request("big", max_tokens=200))
-        await engine.close()
+        made = await asyncio.gather(*map(narrow.generate, requests))
+        assert most <= limit
+        for request, answer in zip(requests, made, strict=True):
+            assert answer.finish_reason in ("stop", "length")
+            assert len(expand_segments(answer.segments)) == len(answer.token_ids)
+            if (await wide.stats()).batch_invariant:
+                assert same_bits(await wide.generate(request), answer)
+        with pytest.raises(UserError, match=str(limit)):
+            await narrow.generate(tiny.request("big", max_tokens=400))
+        await narrow.close()
+        await wide.close()
 
     run(main)
 

@@ -44,6 +44,10 @@ if TYPE_CHECKING:
 
 _LOADING = threading.Lock()  # transformers can load only one model at a time in a process
 
+_UNKNOWN_RESPONSE = 0.5  # expected share of max_tokens before the first response has ended
+_NEWEST_SHARE = 0.1  # weight of the last response in the expected length
+_LONGER = 1.25  # responses are expected to be this much longer once they did not fit
+
 _NO_DISTRIBUTION = "the model's logits are no distribution (NaN, infinite, or all masked)"
 
 
@@ -86,7 +90,8 @@ class TransformersEngine:
         self._waiting: deque[Sequence] = deque()
         self._waiting_prompts: Counter[bytes] = Counter()
         self._by_id: dict[str, Sequence] = {}
-        self._tokens_held = 0
+        self._num_submitted = 0
+        self._expected_response = 0.0  # tokens of a response; 0: none has ended yet
         self._paused: PauseMode | None = None
         self._pausing: list[Reply] = []  # pauses with mode "wait" that still wait for requests
         self._asleep = self._closing = False
@@ -121,7 +126,7 @@ class TransformersEngine:
 
         def refuse(error: Exception) -> None:
             for sequence in sequences:
-                sequence.deliver(sequence.empty("error", str(error)))
+                sequence.deliver(sequence.failed(str(error)))
 
         self._post(Order(lambda: self._submit(sequences), refuse))
         try:
@@ -248,7 +253,7 @@ class TransformersEngine:
             if error is None:
                 self._finish(sequence, "abort")
             else:  # the fault may have corrupted the tokens so far
-                sequence.deliver(sequence.empty("error", str(failure)))
+                sequence.deliver(sequence.failed(str(failure)))
         for reply in self._pausing:
             reply.fail(failure)
         for order in orders:
@@ -277,7 +282,8 @@ class TransformersEngine:
 
     def _step(self) -> None:
         runner, started = self._live_runner, time.perf_counter()
-        new = self._admit() if self._paused is None else []
+        fits = self._make_room()
+        new = self._admit() if fits and self._paused is None else []
         running = len(self._by_id) - len(self._waiting)
         finished = runner.step(new, set(self._waiting_prompts))
         self._tokens_generated += running
@@ -296,15 +302,15 @@ class TransformersEngine:
         runner, prefill_tokens = self._live_runner, 0
         admitted: list[Sequence] = []
         prefilled: set[bytes] = set()
-        limit = self._options.max_tokens_in_flight
+        limit, expected = self._most_tokens, self._expected_tokens() if self._waiting else 0
         while self._waiting:
             sequence = self._waiting[0]
             cost = sequence.num_prefill_tokens - runner.known(sequence)
             if sequence.prompt_key in prefilled:
                 cost = 0  # computed in the same step
-            size = sequence.request.num_tokens
+            size = sequence.num_prefill_tokens + self._expected_rest(sequence)
             if (admitted and prefill_tokens + cost > self._options.prefill_limit) or (
-                limit and self._tokens_held + size > limit
+                limit and expected and expected + size > limit
             ):
                 break
             if not runner.admit(sequence):
@@ -313,11 +319,52 @@ class TransformersEngine:
             if sequence.prompt_key:
                 prefilled.add(sequence.prompt_key)
             prefill_tokens += cost
-            self._tokens_held += size
+            expected += size
             sequence.mark_version(0, self._version)
             admitted.append(sequence)
         self._tokens_prefilled += prefill_tokens
         return admitted
+
+    @property
+    def _most_tokens(self) -> int:
+        """The most tokens of the running requests; 0: slots alone bound them."""
+        return self._options.max_tokens_in_flight or self._live_runner.kv_tokens
+
+    def _expected_rest(self, sequence: Sequence, num_new: int = 0) -> int:
+        """The tokens that a request is expected to sample still, of which it has `num_new` in its slot."""
+        request = sequence.request
+        done = len(request.response_ids) + num_new
+        most = request.sampling.max_tokens
+        expected = self._expected_response or _UNKNOWN_RESPONSE * most
+        return max(1, int(min(expected, most)) - done)
+
+    def _expected_tokens(self) -> int:
+        """The tokens that the running requests are expected to hold when they end."""
+        table = self._live_runner.table
+        return sum(
+            int(table.length[sequence.slot])
+            + self._expected_rest(sequence, int(table.num_new[sequence.slot]))
+            for sequence in table.running
+        )
+
+    def _make_room(self) -> bool:
+        """Send the newest requests back to the queue until the next step fits; False: some were sent."""
+        table, limit = self._live_runner.table, self._most_tokens
+        slots = [sequence.slot for sequence in table.running]
+        if not limit or int(table.length[slots].sum()) + len(slots) <= limit:
+            return True
+        self._synchronize()
+        running = sorted(table.running, key=lambda sequence: sequence.number)
+        held = sum(int(table.length[sequence.slot]) + 1 for sequence in running)
+        while len(running) > 1 and held > limit:
+            newest = running.pop()
+            held -= int(table.length[newest.slot]) + 1
+            ids, logprobs = table.output(newest.slot)
+            self._live_runner.release(newest.slot)
+            newest.send_back(ids, logprobs)
+            self._waiting.appendleft(newest)
+            self._expected_response *= _LONGER
+        return False
 
     def _forget_waiting(self, sequence: Sequence) -> None:
         if sequence.prompt_key:
@@ -332,11 +379,13 @@ class TransformersEngine:
             if sequence in self._waiting:
                 self._waiting.remove(sequence)
                 self._forget_waiting(sequence)
-            sequence.deliver(sequence.empty(reason))
+            sequence.deliver(sequence.waiting(reason))
             return
         ids, logprobs = self._live_runner.table.output(sequence.slot)
         self._live_runner.release(sequence.slot)
-        self._tokens_held -= sequence.request.num_tokens
+        length = len(sequence.request.response_ids) + len(ids)
+        before = self._expected_response or length
+        self._expected_response = before + _NEWEST_SHARE * (length - before)
         error = _NO_DISTRIBUTION if reason == "error" else ""
         sequence.deliver(sequence.generation(ids, logprobs, reason, error))
 
@@ -345,10 +394,11 @@ class TransformersEngine:
             request = sequence.request
             if request.request_id in self._by_id:
                 message = f"request {request.request_id} is running already"
-                sequence.deliver(sequence.empty("error", message))
+                sequence.deliver(sequence.failed(message))
             elif len(request.response_ids) >= request.sampling.max_tokens:
-                sequence.deliver(sequence.empty("length"))
+                sequence.deliver(sequence.waiting("length"))
             else:
+                sequence.number = self._num_submitted = self._num_submitted + 1
                 self._by_id[request.request_id] = sequence
                 self._waiting.append(sequence)
                 if sequence.prompt_key:

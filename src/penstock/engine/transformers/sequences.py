@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -34,9 +34,13 @@ class Sequence:
 
     request: GenerationRequest
     deliver: Callable[[Generation], None]
+    number: int = 0  # in the order in which requests came
     slot: int = -1  # -1: the request waits for a slot
     marks: list[tuple[int, int]] = field(default_factory=list)  # (new tokens so far, version)
     prompt_key: bytes = b""  # equal prompts have equal keys and share one prefill
+    # new tokens of its earlier turns in a slot, and their log-probs
+    earlier_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    earlier_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
 
     def __post_init__(self) -> None:
         if not len(self.request.response_ids):
@@ -51,8 +55,17 @@ class Sequence:
     def num_prefill_tokens(self) -> int:
         return len(self.request.prompt_ids) + len(self.request.response_ids)
 
-    def mark_version(self, first: int, version: int) -> None:
-        """Note that new tokens from number `first` on are sampled under `version`."""
+    def send_back(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Leave the slot: the request goes on after these tokens when it has one again."""
+        self.earlier_ids = np.concatenate([self.earlier_ids, ids])
+        self.earlier_logprobs = np.concatenate([self.earlier_logprobs, logprobs])
+        response_ids = np.concatenate([self.request.response_ids, ids]).astype(np.int32)
+        self.request = replace(self.request, response_ids=response_ids)
+        self.slot, self.prompt_key = -1, b""
+
+    def mark_version(self, num_new: int, version: int) -> None:
+        """Note that tokens after the first `num_new` of this turn in a slot are sampled under `version`."""
+        first = len(self.earlier_ids) + num_new
         if self.marks and self.marks[-1][0] == first:
             self.marks[-1] = (first, version)
         else:
@@ -73,6 +86,10 @@ class Sequence:
     def generation(
         self, ids: np.ndarray, logprobs: np.ndarray, reason: FinishReason, error: str = ""
     ) -> Generation:
+        """The answer: the tokens of its earlier turns in a slot, then these."""
+        if len(self.earlier_ids):
+            ids = np.concatenate([self.earlier_ids, ids])
+            logprobs = np.concatenate([self.earlier_logprobs, logprobs])
         return Generation(
             request_id=self.request.request_id,
             token_ids=ids.astype(np.int32, copy=False),
@@ -82,8 +99,14 @@ class Sequence:
             error=error,
         )
 
-    def empty(self, reason: FinishReason, error: str = "") -> Generation:
-        return self.generation(np.zeros(0, np.int32), np.zeros(0, np.float32), reason, error)
+    def waiting(self, reason: FinishReason) -> Generation:
+        """The answer of a request without a slot."""
+        return self.generation(np.zeros(0, np.int32), np.zeros(0, np.float32), reason)
+
+    def failed(self, error: str) -> Generation:
+        """An answer without tokens: a fault may have corrupted them."""
+        self.earlier_ids, self.earlier_logprobs = self.earlier_ids[:0], self.earlier_logprobs[:0]
+        return self.generation(np.zeros(0, np.int32), np.zeros(0, np.float32), "error", error)
 
 
 @dataclass(slots=True, frozen=True)
@@ -274,6 +297,7 @@ class Runner(Protocol):
     table: SlotTable
     vocabulary: int  # size of the vocabulary
     longest: int  # most tokens of one request, prompt and response
+    kv_tokens: int  # most tokens of the running requests; 0: `admit` alone bounds them
     batch_invariant: bool
 
     def admit(self, sequence: Sequence) -> bool:

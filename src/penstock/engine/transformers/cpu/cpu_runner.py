@@ -68,7 +68,9 @@ class CpuRunner:
         )
         self._ops = TorchOps(self._quantum)
         self._kv = BucketedKV(shape)
-        self._tree: PrefixTree[StoredKV] = PrefixTree(_kept_tokens(shape, options))
+        memory = _tokens_in_memory(shape, options)
+        self.kv_tokens = max(self.longest, memory)
+        self._tree: PrefixTree[StoredKV] = PrefixTree(int(_KEPT_SHARE * memory))
         self._outdated: set[int] = set()  # slots with keys and values of earlier weights
         self._cache = StepCache()
 
@@ -196,10 +198,10 @@ class CpuRunner:
         return output.logits[0]
 
 
-def _kept_tokens(shape: KVShape, options: TransformersOptions) -> int:
-    """The most tokens of the prefix tree, by the memory that is free when the engine starts."""
+def _tokens_in_memory(shape: KVShape, options: TransformersOptions) -> int:
+    """The tokens that the engine's share of the memory holds, of what is free when it starts."""
     mib = available_mib() or _UNKNOWN_MIB
-    share = _KEPT_SHARE * options.kv_memory_share / options.load.engines
+    share = options.kv_memory_share / options.load.engines
     return int(mib * 2**20 * share) // shape.bytes_per_token
 
 

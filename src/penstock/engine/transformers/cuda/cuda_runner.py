@@ -107,7 +107,7 @@ class CudaRunner:
         self._device = next(model.parameters()).device
         torch.cuda.set_device(self._device)
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
-        self.batch_invariant = False
+        self.batch_invariant, self.kv_tokens = False, 0
         self._shape = probe_shape(model)
         self._fused = 0  # layers that decode on their own
         if options.fuse:
