@@ -76,8 +76,8 @@ def read_contents(journal: Journal) -> Contents:
             _certify(journal, group, contents)
     outcomes = dict(journal.query("SELECT outcome, COUNT(*) FROM tools GROUP BY outcome"))
     if outcomes:
-        names = {"done": "done", "failed": "failed", None: "unknown"}
-        contents.tools = {name: outcomes.get(outcome, 0) for outcome, name in names.items()}
+        ended = {name: outcomes.get(name, 0) for name in ("done", "failed", "unknown")}
+        contents.tools = ended | {"unknown": ended["unknown"] + outcomes.get(None, 0)}
     return contents
 
 

@@ -81,8 +81,9 @@ def test_the_tools_of_a_url_are_called_with_its_token(
 def test_a_url_that_ends_in_a_call_fails_the_rollout(url: str) -> None:
     function = make("o", {"mcp": [{"url": url, "token_variable": "MCP_TOKEN"}]})
     for _ in ("it dies", "it is dead"):
-        rollout, _, prompts = play(function, tool_call("die"), "never said", reward=True)
+        rollout, kept, prompts = play(function, tool_call("die"), "never said", reward=True)
         assert f"ServerFault: MCP server {url}: " in rollout.error
+        assert [what for what, _ in kept.tools] in ([], ["begun", "unknown"])  # no call stays begun
     assert not prompts
 
 

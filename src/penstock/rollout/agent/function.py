@@ -218,6 +218,7 @@ class FunctionAgent(AgentLoop):
             if session.aborted:
                 self._set_aside(session)
                 return
+            await session.give_up_tools()
             rollout.restart()  # its calls are spent: a retry needs another seed
             is_told = isinstance(error, RewardError | AgentFault)
             reason = error if is_told else f"{type(error).__name__}: {error}{place_of(error)}"

@@ -307,7 +307,7 @@ class Session:
     async def _begin_tool(self, call_id: str, name: str, unknown: str) -> dict[str, str]:
         before = self._before.get(call_id)
         if before is not None and unknown != "rebuild":
-            if before.outcome is not None:
+            if before.outcome in ("done", "failed"):
                 del self._before[call_id]
                 return {before.outcome: before.result or ""}
             if unknown == "fail":
@@ -332,6 +332,11 @@ class Session:
         self.tools[call_id] = replace(begun, outcome=outcome, result=result)
         await self._recorder.end_tool(self.rollout, call_id, outcome, result)
         return {}
+
+    async def give_up_tools(self) -> None:
+        """Record that nobody will know the end of a call that was begun: whoever made it is gone."""
+        for call in [call for call in self.tools.values() if call.outcome is None]:
+            await self._end_tool(call.call_id, "unknown", "whoever made the call ended before it")
 
     async def _apply(self, function: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
         """Call a user's function for a bounded time, in a thread if it is not async."""

@@ -31,7 +31,7 @@ class ToolResult:
 
     call_id: str
     name: str
-    outcome: str | None  # done | failed; None: begun, and its end is unknown
+    outcome: str | None  # done | failed | unknown; None: begun, and it may still run
     result: str | None  # the text that the agent got
 
 
@@ -85,13 +85,13 @@ class ToolBegun:
 
 @dataclass(slots=True, frozen=True)
 class ToolEnded:
-    """A tool call ended: done with its result, or failed with the reason."""
+    """A tool call ended: done with its result, failed with the reason, or unknown: its caller is gone."""
 
     at: float
     rollout_id: str
     seed: int
     call_id: str
-    outcome: str  # done | failed
+    outcome: str  # done | failed | unknown
     result: str
 
     def write(self, tables: GroupTable) -> None:

@@ -219,7 +219,7 @@ class Journal:
         await self._record_of_agent(rollout, record)
 
     async def end_tool(self, rollout: Rollout, call_id: str, outcome: str, result: str) -> None:
-        """Record the end of a tool call (done | failed); durable when this returns."""
+        """Record the end of a tool call (done | failed | unknown); durable when this returns."""
         record = ToolEnded(time.time(), rollout.rollout_id, rollout.seed, call_id, outcome, result)
         await self._record_of_agent(rollout, record)
 
