@@ -8,7 +8,7 @@ memory of every process of the run, a hundred times in all. Printed are the firs
 the first tenth (imports, caches), the slope of a straight line through each half, and the steps per second.
 
 With --kill-every N the driver is killed (SIGKILL) after every N steps and the run is resumed. Printed are, for
-each life of the driver, the seconds to its first step, the memory at its end and the size of the journal.
+each life of the driver, the seconds to its first step, the size of the journal and the memory at its end.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ def soak_with_kills(steps: int, every: int, folder: str) -> None:
     run = Path(folder) / "soak"
     command = [sys.executable, "-c", "from penstock.cli import main; main()"]
     words = ["train", *settings(steps, folder, KillingTracker), "checkpoint.every_steps=100"]
-    table = Table("life", "steps", "s to its first step", "driver, MiB", "journal, MiB", box=None)
+    workers = ("driver", "trainer", "engine-0")
+    sizes = (f"{name}, MiB" for name in workers)
+    table = Table("life", "steps", "s to its first step", "journal, MiB", *sizes, box=None)
     code = -signal.SIGKILL
     while code == -signal.SIGKILL:
         started, seen = time.monotonic(), len(_lives(run))
@@ -132,7 +134,8 @@ def soak_with_kills(steps: int, every: int, folder: str) -> None:
         if lines:
             first, last = lines[0], lines[-1]
             size = sum(path.stat().st_size for path in run.glob("journal.db*")) / 2**20
-            figures = (first["at"] - started, last["driver"] / 1024, size)
+            resident = (last[name] / 1024 for name in workers)
+            figures = (first["at"] - started, size, *resident)
             span = f"{first['step']:.0f}-{last['step']:.0f}"
             table.add_row(str(table.row_count + 1), span, *(f"{figure:.1f}" for figure in figures))
     audit = subprocess.run([*command, "audit", str(run)], capture_output=True).returncode

@@ -334,8 +334,9 @@ class Session:
         return {}
 
     async def give_up_tools(self) -> None:
-        """Record that nobody will know the end of a call that was begun: whoever made it is gone."""
-        for call in [call for call in self.tools.values() if call.outcome is None]:
+        """Record that nobody will know the end of a call of this try: whoever made it is gone."""
+        begun = [call for call in self.tools.values() if call.outcome is None]
+        for call in (call for call in begun if call.call_id not in self._before):
             await self._end_tool(call.call_id, "unknown", "whoever made the call ended before it")
 
     async def _apply(self, function: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
