@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import itertools
 import json
@@ -67,6 +68,8 @@ def write_whole(path: Path, text: str) -> None:
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """The objects in a file of JSON lines, and the numbers of the lines that are damaged or cut off."""
+    if path.exists() and not path.is_file():  # a pipe or a device has no end
+        raise OSError(errno.EINVAL, "not a file", str(path))
     rows, damaged = [], []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:

@@ -437,3 +437,15 @@ def test_a_file_that_is_in_neither_place_is_told_with_both(
         load_config("mine/train.toml").require_files()
     assert "tasks.a.rewards[0].type: got 'no.py'" in str(caught.value)
     load_config("mine/train.toml", ["tasks.a.rewards=[]"]).require_files()
+
+
+@pytest.mark.parametrize(
+    "text", ["x = " + "[" * 20_000, "a." * 5_000 + "b = 1", "seed = " + "9" * 6_000, "\ufeff\x00"]
+)
+def test_a_hostile_file_or_word_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "theirs.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as told:
+        load_config(tmp_path / "theirs.toml")
+    assert len(str(told.value).splitlines()) == 1
+    with pytest.raises(UserError):
+        load_config(None, [text.replace(" = ", "=")])

@@ -114,6 +114,23 @@ def test_a_file_that_is_replaced_while_it_is_read_keeps_the_identity_of_what_was
         ("a.json", b'[{"prompt": "a"},\n {]', r"a.json line 2: not valid JSON: .* at column 3"),
         ("a.json", b'[{"prompt": "a", "answer": "b"}, 5]', r"record 2: got a number"),
         ("a.jsonl", b"[" * 100_000, r"line 1: not valid JSON: nested too deeply"),
+        ("a.json", b"[" * 100_000, r"a.json: not valid JSON: nested too deeply"),
+        (
+            "a.jsonl",
+            b'{"prompt": "\\ud800", "answer": "1"}',
+            r"line 1: not valid JSON: .*surrogates",
+        ),
+        ("a.json", b'[{"prompt": "\\uDFFF", "answer": "1"}]', r"not valid JSON: .*surrogates"),
+        (
+            "a.jsonl",
+            b'{"answer": ' + b"9" * 6000 + b"}",
+            r"line 1: not valid JSON: Exceeds the limit",
+        ),
+        (
+            "a.jsonl",
+            b'{"prompt": "a", "test_cases": "' + b"[" * 100_000 + b'"}',
+            r"line 1: test_cases: got a text that is not JSON",
+        ),
         ("a.csv", b'prompt,answer\n"a\nb",c\nd\n', r"a.csv line 4: got 1 cells, allowed: 2"),
         ("a.csv", b"prompt,prompt\n", r"line 1: got the columns prompt, prompt"),
         ("a.csv", b"prompt,answer\na,\n", r"line 2: got neither an answer"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections import Counter
@@ -122,6 +123,16 @@ def test_a_torn_last_line_is_left_out_and_said(run: RunFolder) -> None:
     record = read_run(run)
     assert record.steps == list(range(1, 12))
     assert record.missing == ["metrics.jsonl: the last line is cut off and was left out"]
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "pipe"])
+def test_a_device_or_a_pipe_is_no_file_of_a_run(run: RunFolder, target: str) -> None:
+    run.metrics.unlink()
+    if target == "pipe":
+        os.mkfifo(run.metrics)
+    else:
+        run.metrics.symlink_to(target)
+    assert "metrics.jsonl cannot be read: not a file" in read_run(run).missing
 
 
 def test_a_damaged_journal_is_said(run: RunFolder) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,20 @@ def test_no_look_executes_code_of_the_run(
     else:
         penstock(monkeypatch, command, *more.get(command, [run]))
     assert not was_executed(stranger)
+
+
+def test_a_look_asks_no_server_for_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run's config may name any model; its tokenizer is not asked of a server."""
+    folder = make_run(tmp_path / "theirs", steps=1, groups_per_step=1)
+    config = load_config(None, ["model.path=stranger/model"]).config
+    (folder.path / "config.toml").write_text(to_toml(config))
+    connected: list[object] = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *words, **_: connected.append(words) or [])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert penstock(monkeypatch, "rollouts", str(folder.path)) == 0, capsys.readouterr().err
+    assert len(connected) <= 1  # huggingface_hub asks for a list of its own
 
 
 def look_at_every_view(folder: Path) -> None:

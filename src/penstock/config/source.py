@@ -30,6 +30,7 @@ from penstock.errors import UserError
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # TOML takes none of them as they are
 _LENGTHS = {"train.steps": "episodes", "train.episodes": "steps"}  # a run has one of them
 _LOWERED = "lowered"
+_DEEPEST = 40  # levels of tables and lists
 DEMO_CONFIG = Path(__file__).parent / "demo" / "demo.toml"
 
 
@@ -86,7 +87,7 @@ def load_config(
         origins = {k: v for k, v in origins.items() if not k.startswith(f"{key}.")}
         origins[key] = "command line"
         missing = {k: v for k, v in missing.items() if not k.startswith(key)}
-    refuse_secrets(tree)
+    refuse_secrets(_refuse_depth(tree))
     loaded = LoadedConfig(config=validate(tree), origins=origins, missing=missing)
     return _fit_context(loaded, tree)
 
@@ -142,9 +143,21 @@ def _read_toml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"config: got {str(path)!r}, allowed: a TOML file that exists")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"config {path}: not valid TOML: {error}") from None
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"config {path}: not valid TOML: {str(error).partition(';')[0]}") from None
+    return _refuse_depth(tree)
+
+
+def _refuse_depth(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree; raise UserError for one that recursion cannot read."""
+    tables: list[Any] = [tree]
+    for _ in range(_DEEPEST):
+        parts = [part for part in tables if isinstance(part, dict | list)]
+        tables = [v for part in parts for v in (part.values() if isinstance(part, dict) else part)]
+        if not tables:
+            return tree
+    raise UserError(f"config: got tables deeper than {_DEEPEST} levels, allowed: fewer")
 
 
 def as_override(key: str, value: Any) -> str:
@@ -161,7 +174,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
         raise UserError(f"override: got {text!r}, allowed: the whole list, {table}=[...]")
     try:
         return key, tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return key, raw  # a bare word is a string: model.path=my/model
 
 

@@ -60,14 +60,18 @@ def _ask_hub(name: str, key: str) -> None:
         )
 
 
-def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(
+    path: str | Path, *, trust_remote_code: bool = False, download: bool = True
+) -> Any:
     """Load the tokenizer of a folder or hub name; `demo` is the policy that ships with Penstock."""
     path = _folder_or_name(path)
     _check_folder(path)
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            str(path), trust_remote_code=trust_remote_code, local_files_only=not download
+        )
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(

@@ -472,7 +472,7 @@ def _parse_test_cases(value: object) -> dict[str, Any] | None:
     if isinstance(value, str):  # some datasets keep them as JSON in a text
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise BadRecord("test_cases: got a text that is not JSON, allowed: an object") from None
     if value is None:
         return None

@@ -313,19 +313,34 @@ def _read_jsonl(path: Path, parts: ContentHash) -> Iterator[Row]:
     file.close()
 
 
+def _parse_json(raw: bytes) -> Any:
+    """The value of a JSON text; ValueError also for half a character, which no tokenizer reads."""
+    text = raw.decode("utf-8-sig")
+    value = json.loads(text)
+    if "\\ud" in text.lower():
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _fault(error: Exception) -> str:
+    return (
+        "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+    )
+
+
 def _json_lines(lines: Iterable[bytes]) -> Iterator[Row]:
     """Yield (line number, parsed line or BadRecord) for each line that is not blank."""
     for number, raw in enumerate(lines, start=1):
         if not raw.strip():
             continue
         try:
-            yield number, json.loads(raw.decode("utf-8-sig"))
+            yield number, _parse_json(raw)
         except UnicodeDecodeError as error:
             yield number, BadRecord(f"not UTF-8 text: {error.reason} at byte {error.start}")
         except json.JSONDecodeError as error:
             yield number, BadRecord(f"not valid JSON: {error.msg} at column {error.colno}")
-        except RecursionError:
-            yield number, BadRecord("not valid JSON: nested too deeply")
+        except (RecursionError, ValueError) as error:
+            yield number, BadRecord(f"not valid JSON: {_fault(error)}")
 
 
 def _read_json(path: Path, parts: ContentHash) -> Iterator[Row]:
@@ -333,9 +348,7 @@ def _read_json(path: Path, parts: ContentHash) -> Iterator[Row]:
     with _open(path, parts) as file:
         raw = file.read()
     try:
-        document = json.loads(raw.decode("utf-8-sig"))
-    except RecursionError:
-        raise UserError(f"data {path}: not valid JSON: nested too deeply") from None
+        document = _parse_json(raw)
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":  # else a second document follows: JSON lines
             raise UserError(
@@ -343,6 +356,8 @@ def _read_json(path: Path, parts: ContentHash) -> Iterator[Row]:
             ) from None
         yield from _json_lines(raw.splitlines())
         return
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"data {path}: not valid JSON: {_fault(error)}") from None
     del raw
     if isinstance(document, dict):
         lists = [value for value in document.values() if isinstance(value, list) and value]

@@ -363,7 +363,8 @@ def _renderer(folder: RunFolder) -> Render | None:
     """The decoder of the run's tokenizer; None if the tokenizer is not on this machine."""
     try:
         model = folder.config().model
-        tokenizer = load_tokenizer(model.tokenizer or model.path)  # a look executes no code
+        # a look executes no code and asks no server
+        tokenizer = load_tokenizer(model.tokenizer or model.path, download=False)
     except UserError:
         return None
     return ChatTemplate(tokenizer).decode_prompt

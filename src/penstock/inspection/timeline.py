@@ -70,7 +70,7 @@ class Lane:
 def read_events(folder: RunFolder) -> list[Event]:
     """The events of a run in order of time; a last line that was cut off is left out."""
     path = folder.path / "timeline" / TIMELINE_FILE
-    if not path.exists():
+    if not path.is_file():
         raise UserError(f"run {folder.path}: got no {path.name}, allowed: a run that wrote one")
     names = {"lane", "what", "start", "end"}
     events = [
