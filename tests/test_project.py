@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from penstock.inspection.report import write_report
+from stages.browser import BROWSER
+from stages.made_run import make_run
+
 ROOT = Path(__file__).parents[1]
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
@@ -83,3 +87,13 @@ def test_a_release_has_one_version_and_a_changelog() -> None:
     metadata["Version"] = "1"
     assert "the wheel is 1, pyproject.toml says 2" in list(check.wrong_metadata(metadata, "2"))
     assert "the wheel lacks penstock/py.typed" in list(check.wrong_files([], []))
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on this machine")
+def test_the_screenshots_of_the_docs_can_be_taken_again(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "runs" / name, steps=4) for name in ("one", "two")]
+    write_report([runs[0]], None)
+    files = script("take_screenshots").take(runs[0].path, runs[1].path, tmp_path)
+    assert {file.name for file in files} <= {file.name for file in (ROOT / "docs/images").iterdir()}
+    for file in files:
+        assert file.read_bytes().startswith(b"\x89PNG")

@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, nullcontext
+from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -165,7 +165,8 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool, accept: bo
         kind = "" if isinstance(error, StopRequested) else "error: "
         NoteLog(folder.logs / "run.log").note(f"{kind}{' '.join(str(error).split())}")
         if kind and not isinstance(error, UserError):
-            (folder.logs / "traceback.txt").write_text(traceback.format_exc(), encoding="utf-8")
+            with suppress(OSError):  # the folder itself may be what is gone
+                (folder.logs / "traceback.txt").write_text(traceback.format_exc(), encoding="utf-8")
         raise
 
 
