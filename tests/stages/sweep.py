@@ -1,6 +1,6 @@
 """Random legal settings of a run, a batch that an engine sampled for them, and the gradients of their update.
 
-A draw is a function of its number alone. What is drawn: algorithm, correction, baseline and normalisation, KL, clips,
+A draw is a function of its number alone. What is drawn: algorithm, entropy bonus, teacher, correction, baseline and normalisation, KL, clips,
 masks, sampling, agents' rows and rewards of turns, PTX, demonstrations of a second task, LoRA, updates per batch,
 ranks and model family.
 """
@@ -127,6 +127,7 @@ def _any_draw(number: int, choice: Choice) -> Draw:
         kl_in=("loss", "reward"),
         kl_estimator=("k1", "k2", "k3", "k3_weighted"),
         kl_beta=(0.05, 0.5),
+        entropy_beta=(0.05,),
         mask_truncated=(True, False),
         overlong_penalty=(0.5, 0.0),
         decoupled=(True,),
@@ -153,6 +154,10 @@ def _any_draw(number: int, choice: Choice) -> Draw:
     fields = {"algorithm": algorithm, "sampling": sampling, "train": train}
     if choice.sometimes(0.25):
         fields["model"] = {"lora": {"rank": 2}}
+    if choice.sometimes(0.2) or algorithm["name"] == "distill":
+        algorithm["teacher"], fields["teachers"] = "big", {"big": {"path": "demo"}}
+        algorithm["teacher_beta"] = choice.of(0.3, 1.0)
+        algorithm["divergence"] = choice.of("sampled", "forward", "reverse", "jsd")
     rows, shows = choice.sometimes(0.4), choice.sometimes(0.2)
     if shows:
         fields["tasks"] = {"train": {}, "shown": {"algorithm": {"name": "sft", "weight": 0.5}}}
@@ -199,13 +204,25 @@ def consumer_of(draw: Draw, ranks: Ranks | None = None) -> Consumer:
     config, reference = draw.config, None
     if run_settings(config).needs_reference and not config.model.lora.rank:
         reference = _model(draw, noise=0.05)
+    teachers = {name: _plain_model(draw.family) for name in config.teachers}
+    for teacher in teachers.values():
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for parameter in teacher.parameters():
+                parameter += 0.1 * torch.randn_like(parameter)
     texts = None
     if config.train.ptx.coefficient:
         generator = np.random.default_rng(1)
         ids = [generator.integers(3, VOCABULARY, n).astype(np.int32) for n in (5, 7, 4)]
         texts = TextStream([text_group(part) for part in ids])
     return Consumer(
-        config, _model(draw), total_steps=10, reference=reference, texts=texts, ranks=ranks
+        config,
+        _model(draw),
+        total_steps=10,
+        reference=reference,
+        teachers=teachers,
+        texts=texts,
+        ranks=ranks,
     )
 
 

@@ -90,7 +90,12 @@ def must_stand_still(draw: Draw) -> bool:
     """Whether equal rewards have no gradient: nothing but rewards asks for one, and a baseline is subtracted."""
     settings = run_settings(draw.config)
     centres = settings.baseline != "none" or settings.normalize == "batch"
-    asks = settings.needs_reference or draw.config.train.ptx.coefficient > 0 or draw.shows
+    asks = (
+        settings.teaches_every_token
+        or settings.needs_reference
+        or draw.config.train.ptx.coefficient > 0
+        or draw.shows
+    )
     return centres and not asks and not settings.overlong_penalty
 
 

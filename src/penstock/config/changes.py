@@ -34,6 +34,7 @@ RULES = (
     ("engine.*", FREE),
     ("produce.*", FREE),
     ("algorithm.*", UPDATE),
+    ("teachers.*", UPDATE),
     ("train.groups_per_step", "the recorded progress counts batches of this size"),
     ("train.ptx.data", "the position in the text stream refers to it"),
     ("train.masters", "the masters were started with it, and merged adapters are rounded by it"),

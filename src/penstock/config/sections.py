@@ -294,7 +294,7 @@ class CorrectionConfig(Section):
 
 class AlgorithmConfig(Section):
     name: str = "grpo"
-    """grpo | dapo | rloo | reinforce_pp | reinforce_pp_baseline | dr_grpo | gspo | cispo | reinforce | sapo | gmpo | dppo | gdpo | maxrl | sft | `module:Class`."""
+    """grpo | dapo | rloo | reinforce_pp | reinforce_pp_baseline | dr_grpo | gspo | cispo | reinforce | sapo | gmpo | dppo | gdpo | maxrl | distill | sft | `module:Class`."""
     weight: float = Field(1.0, ge=0)
     """Factor of this loss beside those of other tasks' algorithms; each is a mean over its own tokens."""
     clip_low: float | None = Field(None, ge=0)
@@ -316,6 +316,14 @@ class AlgorithmConfig(Section):
     """Estimator of the KL divergence; k3_weighted: k3 times the ratio, in the loss only; None: the algorithm's own."""
     kl_beta: float | None = Field(None, ge=0)
     """Coefficient of the KL term; 0 loads no reference model; None: the algorithm's own."""
+    entropy_beta: float | None = Field(None, ge=0)
+    """Factor of the entropy bonus: the mean entropy of the tokens' distributions, times this, is subtracted from the loss."""
+    teacher: str | None = None
+    """Name of one of [teachers]; with distill the only one who teaches, else beside the rewards (docs/teach.md)."""
+    teacher_beta: float | None = Field(None, ge=0)
+    """Factor of the divergence from the teacher; None: 1 for distill, else 0."""
+    divergence: Literal["sampled", "forward", "reverse", "jsd"] | None = None
+    """From the teacher; sampled: reverse KL on the sampled tokens; others: over the whole vocabulary. None: sampled."""
     mask_truncated: bool | None = None
     """Leave responses that hit max_tokens out of the loss; None: the algorithm's own."""
     filter_groups: bool | None = None
@@ -344,6 +352,11 @@ class AlgorithmConfig(Section):
         if value is not None and not 0 <= value[0] < value[1] <= 1:
             raise ValueError(f"got {list(value)}, allowed: two shares, the smaller one first")
         return value
+
+
+class TeacherConfig(Section):
+    path: str
+    """Model folder, run folder (its newest checkpoint) or hub name of a frozen model with the policy's tokenizer."""
 
 
 class PtxConfig(Section):

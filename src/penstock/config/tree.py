@@ -25,6 +25,7 @@ from penstock.config.sections import (
     Section,
     SyncConfig,
     TaskConfig,
+    TeacherConfig,
     TrackConfig,
     TrainConfig,
     WatchdogConfig,
@@ -48,6 +49,8 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     produce: ProduceConfig = ProduceConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    teachers: dict[str, TeacherConfig] = {}
+    """Frozen models that algorithms distil from, beside the trainer."""
     train: TrainConfig = TrainConfig()
     sync: SyncConfig = SyncConfig()
     eval: EvalConfig = EvalConfig()

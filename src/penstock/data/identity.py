@@ -59,6 +59,8 @@ def absolute_paths(config: Config) -> Config:
 def _absolute(key: str, name: str, is_code: bool) -> str:
     """The absolute path of what is there; data keeps no relative path, and a dataset of the hub is marked."""
     last, there = key.rpartition(".")[2], Path(name).expanduser()
+    if key.startswith("teachers."):
+        return teacher_folder(name)
     if is_code:
         is_path = name.endswith(".py") and there.is_file()
     elif last == "data" and key != PTX:
@@ -69,6 +71,15 @@ def _absolute(key: str, name: str, is_code: bool) -> str:
         is_model = last in MODELS and name != "demo" and there.is_dir()
         is_path = is_model or key == PTX or ("/" in name and there.exists())
     return os.path.abspath(there) if is_path else name
+
+
+def teacher_folder(path: str) -> str:
+    """The model folder of a teacher: of a run folder, that of its newest checkpoint."""
+    folder = Path(path).expanduser()
+    models = [place for place in folder.glob("checkpoints/step-*/model") if place.is_dir()]
+    if models:
+        folder = max(models, key=lambda place: int(place.parent.name.removeprefix("step-")))
+    return os.path.abspath(folder) if path != "demo" and folder.is_dir() else path
 
 
 # -- measuring ---------------------------------------------------------------------------------

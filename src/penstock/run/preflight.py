@@ -17,7 +17,9 @@ from penstock import reward
 from penstock.config import Config, TaskDataConfig
 from penstock.config.plugins import check_name, load
 from penstock.data import validate_source
+from penstock.data.chat import load_tokenizer
 from penstock.data.dataset import first_prompts, gives_own_reward
+from penstock.data.identity import teacher_folder
 from penstock.engine import ENGINES
 from penstock.errors import RewardError, UserError
 from penstock.inspection.track import TRACKERS
@@ -66,6 +68,8 @@ def check(config: Config) -> None:
     ):
         if path:
             check_model(path, key)
+    for name in config.teachers:
+        _check_vocabulary(config, name)
     check_parallel(config)
     if config.train.steps is None and config.train.episodes is None:
         raise UserError("train.steps: got nothing, allowed: train.steps or train.episodes")
@@ -177,6 +181,22 @@ def check_model(path: str, key: str) -> None:
     elif not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
         raise UserError(
             f"{key}: got {path!r}, allowed: a folder that exists, or a hub name owner/name"
+        )
+
+
+def _check_vocabulary(config: Config, name: str) -> None:
+    """Refuse a teacher whose tokens are not the policy's: their probabilities cannot be compared."""
+    path = teacher_folder(config.teachers[name].path)
+    check_model(path, f"teachers.{name}.path")
+    trusts = config.model.trust_remote_code
+    own, other = (
+        load_tokenizer(place, trust_remote_code=trusts).get_vocab()
+        for place in (config.model.tokenizer or config.model.path, path)
+    )
+    if own != other:
+        raise UserError(
+            f"teachers.{name}.path: got {path!r} with another vocabulary ({len(other):,} tokens, the policy has "
+            f"{len(own):,}), allowed: a model with the policy's tokenizer"
         )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +70,7 @@ from penstock.training.policy import (
 from penstock.training.ptx import TextStream
 from penstock.training.snapshot import load_snapshot, take_snapshot
 from penstock.training.stats import UpdateLoss
+from penstock.training.vocabulary import VocabularyTerms
 from penstock.types import Batch, Group, StepReport
 from penstock.weights.offload import HostOffload
 
@@ -104,6 +105,7 @@ class Consumer:
         *,
         total_steps: int,
         reference: Any | None = None,
+        teachers: Mapping[str, Any] | None = None,
         texts: TextStream | None = None,
         ranks: Ranks | None = None,
         stored: StoredWeights | None = None,
@@ -123,6 +125,7 @@ class Consumer:
             Policy, longest=config.longest_sequence, is_whole=self.ranks.world == 1
         )
         self.reference = None if reference is None else make_policy(reference)
+        self.teachers = {name: make_policy(teacher) for name, teacher in (teachers or {}).items()}
         self.policy = make_policy(model)
         self.adapters = self.policy.describe_adapters() if config.model.lora.rank else ""
         for policy, path in self._policies():
@@ -181,11 +184,16 @@ class Consumer:
         if needs_reference and not base_is_reference:
             path = config.train.reference or config.model.path
             reference = load_policy(path, config.model, dtype).requires_grad_(False)
+        teachers = {
+            name: load_policy(teacher.path, config.model, dtype).requires_grad_(False)
+            for name, teacher in config.teachers.items()
+        }
         return cls(
             config,
             model,
             total_steps=total_steps,
             reference=reference,
+            teachers=teachers,
             texts=TextStream.from_config(config),
             ranks=ranks,
             stored=stored,
@@ -264,16 +272,19 @@ class Consumer:
         self.host_offload.reload()
 
     def _policies(self) -> Iterator[tuple[Policy, str]]:
-        """Yield the policy and, if there is one, the reference, each with the path it came from."""
+        """Yield the policy, the reference if there is one, and the teachers, each with its path."""
         yield self.policy, self.config.model.path
         if self.reference is not None:
             yield self.reference, self.config.train.reference or self.config.model.path
+        for name, teacher in self.teachers.items():
+            yield teacher, self.config.teachers[name].path
 
     def _training_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that only `train` needs: masters, reference, optimizer moments."""
+        """Yield the tensors that only `train` needs: masters, frozen models, optimizer moments."""
         yield from self.masters.separate
-        if self.reference is not None:
-            yield from self.reference.parameters()
+        for policy, _ in self._policies():
+            if policy is not self.policy:
+                yield from policy.parameters()
         for moments in self.optimizer.state.values():
             yield from (value for value in moments.values() if isinstance(value, Tensor))
 
@@ -361,6 +372,9 @@ class Consumer:
         inputs = part.inputs
         if settings.needs_reference:
             inputs.reference_N = self._reference_logprobs(part)
+        if settings.needs_teacher and not settings.compares_vocabulary:
+            teacher = self.teachers[settings.teacher]
+            inputs.teacher_N = self._logprobs(part.flat, inputs, teacher)
         if settings.newest_from_trainer:
             inputs.newest_N = to_device(part.flat.staleness_N == 0, device)
         needs_proximal = settings.decoupled or settings.newest_from_trainer
@@ -403,6 +417,8 @@ class Consumer:
             np.array([self._max_tokens(group.task) for group in groups], np.int64),
             np.array([len(group.rollouts) for group in groups], np.int64),
         )
+        if settings.distills:
+            return np.zeros(part.flat.num_tokens)
         rewards_R = shaped_rewards(part.flat, max_tokens_R, settings)
         if settings.normalizes_each_reward:
             weights = [self._reward_weights(group.task) for group in groups]
@@ -427,8 +443,8 @@ class Consumer:
         self.policy.train()
         live_R, idle_R = self._split_idle(part, chosen_R)
 
-        def finish(pack: Pack, logprobs_N: Tensor, entropies_N: Tensor) -> Tensor:
-            loss, result = pack_loss(part.algorithm, pack, inputs, logprobs_N, entropies_N)
+        def finish(pack: Pack, *scored: Tensor) -> Tensor:
+            loss, result = pack_loss(part.algorithm, pack, inputs, *scored)
             part.stats.add(result, before_update=not current.is_updated)
             return loss if part.weight == 1 else part.weight * loss
 
@@ -436,18 +452,33 @@ class Consumer:
             run_passes(
                 self.policy,
                 self._packs(flat, part_R, joined_by=part.algorithm if part.joins_rows else None),
-                self._counted(inputs.sampled_for),
+                self._counted(functools.partial(self._inputs_of_pass, part)),
                 finish,
                 backward=backward,
                 check=functools.partial(self._check_stop, current),
             )
+
+    def _inputs_of_pass(self, part: LossPart, pack: Pack) -> tuple[Any, ...]:
+        """What the policy scores a pack with: temperatures, early ends, and terms of whole distributions."""
+        settings = part.algorithm.settings
+        sampled = part.inputs.sampled_for(pack)
+        if not settings.compares_vocabulary and not settings.entropy_beta:
+            return sampled
+        teacher = None
+        if settings.compares_vocabulary:
+            with torch.no_grad():
+                teacher = self.teachers[settings.teacher].head_inputs(pack)
+        terms = VocabularyTerms(
+            entropy=settings.entropy_beta > 0, teacher=teacher, divergence=settings.divergence
+        )
+        return (*sampled, None, terms)
 
     def _split_idle(self, part: LossPart, chosen_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(rollouts to train, rollouts whose gradient is zero by construction).
 
         The second kind needs a forward pass for the metrics, and no backward pass.
         """
-        if part.algorithm.settings.kl_in_loss or self.ranks.world > 1:
+        if part.algorithm.settings.teaches_every_token or self.ranks.world > 1:
             return chosen_R, chosen_R[:0]
         flat = part.flat
         active_R = np.bincount(
@@ -459,7 +490,7 @@ class Consumer:
     def _counted(self, sampling: Sampling) -> Sampling:
         """Count a pack as work when its forward pass begins."""
 
-        def counted(pack: Pack) -> tuple[Tensor, Tensor | None]:
+        def counted(pack: Pack) -> tuple[Any, ...]:
             self.work_done += 1
             return sampling(pack)
 

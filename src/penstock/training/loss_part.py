@@ -59,7 +59,10 @@ class LossPart:
     @property
     def name(self) -> str:
         """What the part learns from: `loss/NAME` is its metric."""
-        return "demonstration" if self.algorithm.settings.imitates else "policy"
+        settings = self.algorithm.settings
+        if settings.distills:
+            return "teacher"
+        return "demonstration" if settings.imitates else "policy"
 
     def set_advantages(self, advantages_N: np.ndarray) -> None:
         """Keep the advantages, for the metrics here and for the loss on the device."""

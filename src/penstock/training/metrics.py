@@ -92,6 +92,7 @@ def _add_tokens(sums: MetricSums, part: LossPart) -> None:
     _add_lengths(sums, flat)
     sums.mean("entropy/mean", stats.entropy_N)
     sums.mean("kl/mean", stats.kl_N)
+    sums.mean("teacher/kl", stats.teacher_N)
     if part.algorithm.settings.kl_estimator == "k3":
         is_bounded_N = (stats.kl_N >= K3_BOUND).astype(np.float64)
         sums.mean("kl/bounded", np.where(np.isnan(stats.kl_N), np.nan, is_bounded_N))

@@ -189,6 +189,7 @@ class TokenInputs:
     weight_N: Tensor
     proximal_N: Tensor | None = None  # the trainer's log-probs before the update
     reference_N: Tensor | None = None
+    teacher_N: Tensor | None = None  # log-probs of the sampled tokens under the teacher
     newest_N: Tensor | None = (
         None  # bool: the trainer's log-prob counts as the old one; None: nowhere
     )
@@ -225,6 +226,7 @@ class PackResult:
     ratio_N: Tensor
     clipped_N: Tensor
     kl_N: Tensor | None
+    teacher_N: Tensor | None  # divergence from the teacher; of sampled tokens, log policy / teacher
     loss: Tensor
 
 
@@ -234,6 +236,7 @@ def pack_loss(
     inputs: TokenInputs,
     logprobs_N: Tensor,
     entropies_N: Tensor,
+    divergence_N: Tensor | None = None,
 ) -> tuple[Tensor, PackResult]:
     """(this pack's part of the loss, its result for the metrics)."""
     settings = algorithm.settings
@@ -266,6 +269,18 @@ def pack_loss(
                 weighted_N = kl_N * algorithm.log_ratio(view).exp()
                 weighted_N = weighted_N if corrected_N is None else weighted_N * corrected_N
             loss_N = loss_N + settings.kl_beta * weighted_N
+    if (
+        inputs.teacher_N is not None
+    ):  # k2 has the gradient of KL(policy || teacher) on its own samples
+        divergence_N = kl.estimate("k1", own_N, inputs.teacher_N[index_N])
+        taught_N = kl.estimate("k2", logprobs_N, inputs.teacher_N[index_N])
+        fresh_N = surrogate.ratio_N.clamp(max=settings.correction_cap)
+        fresh_N = fresh_N if corrected_N is None else fresh_N * corrected_N
+        loss_N = loss_N + settings.teacher_beta * fresh_N * taught_N
+    elif divergence_N is not None:
+        loss_N = loss_N + settings.teacher_beta * divergence_N
+    if settings.entropy_beta:
+        loss_N = loss_N - settings.entropy_beta * entropies_N
     loss = (loss_N * inputs.weight_N[index_N]).sum()
     result = PackResult(
         token_N=pack.token_N,
@@ -274,6 +289,7 @@ def pack_loss(
         ratio_N=surrogate.ratio_N,
         clipped_N=surrogate.clipped_N,
         kl_N=None if kl_N is None else kl_N.detach(),
+        teacher_N=None if divergence_N is None else divergence_N.detach(),
         loss=loss.detach(),
     )
     return loss, result

@@ -54,6 +54,7 @@ from penstock.training.parallel.pipeline import run_passes, take_stage
 from penstock.training.parallel.ranks import Ranks
 from penstock.training.parallel.sharding import Sharding, split_modules, split_over_data
 from penstock.training.parallel.tensor_parallel import cut_model
+from penstock.training.vocabulary import HeadInputs, VocabularyTerms, divergences, entropies
 from penstock.waits import tell_stage
 
 FUSED = ("gated mlp", "rotary", "joint qkv", "norm")  # kinds of layers that are one kernel on a GPU
@@ -158,15 +159,18 @@ class Policy(nn.Module):
         temperatures_N: Tensor,
         early_N: Tensor | None = None,
         hidden: Tensor | None = None,
+        terms: VocabularyTerms | None = None,
     ) -> Any:
         """(log-probs, entropies) of the pack's trained tokens at their temperatures.
+
+        With `terms`, their divergences from the teacher too, and entropies that carry a gradient.
 
         Where `early_N` is set, the distribution is the one without the end tokens. With a pipeline,
         `hidden` comes from the stage before, and all stages but the last return hidden states.
         """
         if self.sharding.ranks.context.size > 1:
             return self._shared_forward(pack, temperatures_N, early_N)
-        return self._score(pack, temperatures_N, early_N, hidden)
+        return self._score(pack, temperatures_N, early_N, hidden, terms)
 
     def _shared_forward(
         self, pack: Pack, temperatures_N: Tensor, early_N: Tensor | None
@@ -183,9 +187,41 @@ class Policy(nn.Module):
         temperatures_N: Tensor,
         early_N: Tensor | None,
         hidden: Tensor | None = None,
+        terms: VocabularyTerms | None = None,
     ) -> Any:
+        states = self._states(pack, hidden)
+        if not self.sharding.stages.is_last:
+            return states
+        logprobs_N, entropies_N = self._logprobs(states, pack, temperatures_N, early_N)
+        if terms is None:
+            return logprobs_N, entropies_N
+        banned, divergence_N = None if early_N is None else (early_N, self.end_ids), None
+        with torch.autocast(states.device.type, enabled=False):
+            head = self._head_inputs(states)
+            if terms.entropy:
+                entropies_N = entropies(head, temperatures_N, banned)
+            if terms.teacher is not None:
+                kind = terms.divergence
+                divergence_N = divergences(head, terms.teacher, kind, temperatures_N, banned)
+        return logprobs_N, entropies_N, divergence_N
+
+    def head_inputs(self, pack: Pack) -> HeadInputs:
+        """What the distributions of the pack's trained tokens are made from."""
+        return self._head_inputs(self._states(pack, None))
+
+    def _head_inputs(self, states_ND: Tensor) -> HeadInputs:
+        head = self.model.get_output_embeddings()
+        return HeadInputs(
+            hidden_ND=states_ND,
+            weight_VD=head.weight,
+            bias_V=getattr(head, "bias", None),
+            rule=self.rule,
+        )
+
+    def _states(self, pack: Pack, hidden: Tensor | None) -> Tensor:
+        """The hidden states of the pack's predictors; of all tokens on a stage that is not the last."""
         if self.decodes:
-            return self._logprobs(self._decode(pack), pack, temperatures_N, early_N)
+            return self._decode(pack)
         packing: dict[str, Any] = {}
         if self.packs:
             attention = self.model.config._attn_implementation
@@ -199,11 +235,10 @@ class Policy(nn.Module):
             packing["input_ids"] = pack.input_ids_T[None]
         else:
             packing["inputs_embeds"] = hidden
-        output = self.body(use_cache=False, **packing)
+        states: Tensor = self.body(use_cache=False, **packing).last_hidden_state
         if not self.sharding.stages.is_last:
-            return output.last_hidden_state
-        hidden_ND = output.last_hidden_state[0].index_select(0, pack.predictor_N)
-        return self._logprobs(hidden_ND, pack, temperatures_N, early_N)
+            return states
+        return states[0].index_select(0, pack.predictor_N)
 
     def _decode(self, pack: Pack) -> Tensor:
         """The hidden states of the pack's predictors, by the decoder."""

@@ -20,7 +20,7 @@ class _PendingResult:
 
     token_N: np.ndarray
     before_update: bool
-    table_XN: HostCopy  # log-probs, entropies, ratios, clipped, KL if there is a reference
+    table_XN: HostCopy  # log-probs, entropies, ratios, clipped, KL, divergence from the teacher
     loss: HostCopy
     loss_there: Tensor  # where it was computed
 
@@ -35,13 +35,15 @@ class TokenStats:
         self.ratio_N = np.full(num_tokens, np.nan)  # of the last pass
         self.clipped_N = np.full(num_tokens, np.nan)  # of the last pass
         self.kl_N = np.full(num_tokens, np.nan)  # of the last pass
+        self.teacher_N = np.full(num_tokens, np.nan)  # of the last pass
         self.losses: list[float] = []  # one per update, over all ranks
         self._pending: list[_PendingResult] = []
 
     def add(self, result: PackResult, before_update: bool) -> None:
         """Keep the result of a pack; its copy to the host runs beside the work on the next pack."""
         rows = [result.logprob_N, result.entropy_N, result.ratio_N, result.clipped_N]
-        rows += [] if result.kl_N is None else [result.kl_N]
+        unknown_N = torch.full_like(result.logprob_N, torch.nan)
+        rows += [unknown_N if row is None else row for row in (result.kl_N, result.teacher_N)]
         table_XN = torch.stack([row.to(result.logprob_N.dtype) for row in rows])
         self._pending.append(
             _PendingResult(
@@ -66,15 +68,15 @@ class TokenStats:
         """Keep the results since the last call: waits for forward passes, not for backward passes."""
         for result in self._pending:
             index = result.token_N
-            logprob, entropy, ratio, clipped, *kl = result.table_XN.wait().numpy()
+            logprob, entropy, ratio, clipped, kl, teacher = result.table_XN.wait().numpy()
             fresh = np.isnan(self.logprob_N[index])
             self.logprob_N[index] = np.where(fresh, logprob, self.logprob_N[index])
             self.entropy_N[index] = np.where(fresh, entropy, self.entropy_N[index])
             self.before_update_N[index] |= fresh & result.before_update
             self.ratio_N[index] = ratio
             self.clipped_N[index] = clipped
-            if kl:
-                self.kl_N[index] = kl[0]
+            self.kl_N[index] = kl
+            self.teacher_N[index] = teacher
         self._pending.clear()
 
 

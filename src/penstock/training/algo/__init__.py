@@ -23,5 +23,6 @@ ALGORITHMS: dict[str, str] = {
     "dppo": "penstock.training.algo.method:DPPO",
     "gdpo": "penstock.training.algo.method:GDPO",
     "maxrl": "penstock.training.algo.method:MaxRL",
+    "distill": "penstock.training.algo.method:Distill",
     "sft": "penstock.training.algo.method:SFT",
 }

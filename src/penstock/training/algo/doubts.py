@@ -19,6 +19,8 @@ from penstock.training.algo.method import (
 )
 from penstock.training.algo.settings import AlgorithmSettings
 
+_CLIPS = ("clip_low", "clip_high", "dual_clip")
+
 
 def algorithm_doubts(config: Config) -> list[str]:
     """A line for each setting that has no effect, and for each pair that biases the gradient.
@@ -74,11 +76,16 @@ def _without_effect(
         unread["weight"] = "one algorithm for all tasks"
     if not settings.needs_reference:
         unread |= dict.fromkeys(("kl_in", "kl_estimator"), "kl_beta 0")
+    if not settings.needs_teacher:
+        unread["divergence"] = "no teacher"
+    if settings.distills:
+        of_rewards = ("baseline", "normalize", "overlong_penalty", "overlong_window", *_CLIPS)
+        unread |= dict.fromkeys(of_rewards, f"{settings.name}: rewards do not count")
     if not settings.filter_groups:
         unread["filter_range"] = "filter_groups false"
     if not settings.overlong_penalty:
         unread["overlong_window"] = "overlong_penalty 0"
-    clips = ("clip_low", "clip_high", "dual_clip")
+    clips = _CLIPS
     if settings.decoupled and config.train.mini_batches * config.train.num_epochs == 1:
         why = f"correction {settings.correction} and one update per batch: the ratio to clip is 1"
         unread |= dict.fromkeys(clips, why)

@@ -272,6 +272,20 @@ class SFT(Reinforce):
         return view.logprobs_N.detach() * 0.0
 
 
+class Distill(Algorithm):
+    """On-policy distillation: the divergence from a teacher, on tokens that the policy sampled. No rewards."""
+
+    defaults = AlgorithmSettings(
+        distills=True, teacher_beta=1.0, baseline="none", normalize="none", kl_in="none"
+    )
+
+    def surrogate(self, view: TokenView) -> Surrogate:
+        ratio_N = self.log_ratio(view).exp().detach()
+        return Surrogate(
+            loss_N=view.logprobs_N * 0.0, ratio_N=ratio_N, clipped_N=ratio_N != ratio_N
+        )
+
+
 def algorithm_class(name: str) -> type[Algorithm]:
     """The class that `algorithm.name` names."""
     method = plugins.load("algorithm.name", name, ALGORITHMS)
@@ -353,6 +367,28 @@ def _check_normalization(settings: AlgorithmSettings, key: str) -> None:
         )
 
 
+def _check_teacher(config: Config, settings: AlgorithmSettings, key: str) -> None:
+    """Refuse a teacher that is not there or teaches nothing, and terms that these ranks cannot compute."""
+    if (settings.teacher or settings.distills) and settings.teacher not in config.teachers:
+        names = ", ".join(config.teachers) or "none is defined: add [teachers.NAME] with its path"
+        raise UserError(f"{key}.teacher: got {settings.teacher!r}, allowed: {names}")
+    if bool(settings.teacher) != (settings.teacher_beta > 0):
+        raise UserError(
+            f"{key}.teacher_beta: got {settings.teacher_beta:g} with teacher {settings.teacher!r}, "
+            "allowed: above 0 with a teacher, 0 without one"
+        )
+    if settings.imitates and (settings.teacher or settings.entropy_beta):
+        raise UserError(
+            f"{key}: got a teacher or entropy_beta with {settings.name}, allowed: with an algorithm that samples"
+        )
+    copies = config.train.parallel.copies
+    if (settings.compares_vocabulary or settings.entropy_beta) and copies > 1:
+        raise UserError(
+            f"{key}: got divergence {settings.divergence} and entropy_beta {settings.entropy_beta:g} with "
+            f"{copies} ranks for one copy of the model, allowed: divergence sampled and entropy_beta 0, or one rank"
+        )
+
+
 def _check_task(config: Config, task: str) -> None:
     """Refuse an algorithm that cannot train this task."""
     settings = run_settings(config, task)
@@ -374,6 +410,7 @@ def _check_task(config: Config, task: str) -> None:
             "allowed: false, or at least 2 (one rollout is all right or all wrong, so every group is refused)"
         )
     _check_normalization(settings, key)
+    _check_teacher(config, settings, key)
     if settings.kl_beta > 0 and settings.kl_in == "none":
         raise UserError(
             f"{key}.kl_beta: got {settings.kl_beta} with kl_in none, "
@@ -397,6 +434,11 @@ def check_algorithm(config: Config) -> None:
     for task in config.tasks:
         _check_task(config, task)
     algorithms = task_algorithms(config).values()
+    unused = config.teachers.keys() - {method.settings.teacher for method in algorithms}
+    if unused:
+        raise UserError(
+            f"teachers.{min(unused)}: got a teacher of no task, allowed: teachers that algorithm.teacher names"
+        )
     train = config.train
     ranks = config.launch.num_consumers // train.parallel.copies
     if train.reference and not any(method.settings.needs_reference for method in algorithms):

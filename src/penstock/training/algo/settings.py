@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Baseline = Literal["group_mean", "leave_one_out", "batch_mean", "none"]
 Normalize = Literal["group", "mean", "batch", "batch_rewards", "none"]
+Divergence = Literal["sampled", "forward", "reverse", "jsd"]
 CorrectionKind = Literal[
     "none", "token", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
 ]
@@ -37,6 +38,11 @@ class AlgorithmSettings:
     kl_in: Literal["loss", "reward", "none"] = "loss"
     kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] = "k3"
     kl_beta: float = 0.0
+    entropy_beta: float = 0.0  # the mean entropy, times this, is subtracted from the loss
+    distills: bool = False  # rewards count for nothing: the teacher is the only one who teaches
+    teacher: str = ""  # one of [teachers]
+    teacher_beta: float = 0.0  # factor of the divergence from the teacher
+    divergence: Divergence = "sampled"
     mask_truncated: bool = False  # leave responses cut at max_tokens out of the loss
     filter_groups: bool = False  # dynamic sampling: refuse groups without a learning signal
     filter_range: tuple[float, float] = (0.01, 0.99)  # kept: accuracy strictly between these
@@ -63,6 +69,20 @@ class AlgorithmSettings:
     @property
     def needs_reference(self) -> bool:
         return self.kl_beta > 0 and self.kl_in != "none"
+
+    @property
+    def needs_teacher(self) -> bool:
+        return bool(self.teacher) and self.teacher_beta > 0
+
+    @property
+    def compares_vocabulary(self) -> bool:
+        """Whether the divergence from the teacher is that of whole distributions."""
+        return self.needs_teacher and self.divergence != "sampled"
+
+    @property
+    def teaches_every_token(self) -> bool:
+        """Whether tokens without an advantage have a gradient, too."""
+        return self.kl_in_loss or self.needs_teacher or self.entropy_beta > 0
 
     @property
     def kl_in_loss(self) -> bool:

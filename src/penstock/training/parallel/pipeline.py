@@ -23,8 +23,9 @@ from penstock.errors import UserError
 from penstock.training.pack import Pack
 from penstock.training.parallel.ranks import Axis, Ranks
 
-Sampling = Callable[[Pack], tuple[Tensor, Tensor | None]]  # temperatures and early ends of a pack
-Finish = Callable[[Pack, Tensor, Tensor], Tensor | None]  # (log-probs, entropies) -> loss
+# temperatures and early ends of a pack; where nothing is shared, also what comes from the stage before, and terms
+Sampling = Callable[[Pack], tuple[Any, ...]]
+Finish = Callable[..., Tensor | None]  # (pack, log-probs, entropies and other terms) -> loss
 Backward = Callable[[Tensor], None]
 
 
@@ -161,7 +162,8 @@ class _Schedule:
             hidden_in = torch.empty(shape, dtype=stages.dtype, device=pack.input_ids_T.device)
             dist.recv(hidden_in, group=self.axis.group, group_src=self.axis.index - 1)
             hidden_in.requires_grad_(self.backward is not None)
-        output = self.policy(pack, *self.sampling(pack), hidden=hidden_in)
+        temperatures_N, early_N = self.sampling(pack)
+        output = self.policy(pack, temperatures_N, early_N, hidden_in)
         if stages.is_last:
             logprobs_N, entropies_N = output
             self.scores[number] = (logprobs_N.detach(), entropies_N.detach())
