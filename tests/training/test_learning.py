@@ -41,7 +41,7 @@ def test_accuracy_rises(script, name) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"sft", "distill"}))  # no rewards
 def test_accuracy_rises_with_every_algorithm(script, name) -> None:
     assert rise(script, name, steps=7) > 0.1
 

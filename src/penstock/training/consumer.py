@@ -441,7 +441,9 @@ class Consumer:
         aggregation = part.algorithm.settings.aggregation
         inputs.weigh(loss_weights(flat, chosen_R, sums, aggregation, self._constant_length))
         self.policy.train()
-        live_R, idle_R = self._split_idle(part, chosen_R)
+        live_R, idle_R = (
+            part.split_idle(chosen_R) if self.ranks.world == 1 else (chosen_R, chosen_R[:0])
+        )
 
         def finish(pack: Pack, *scored: Tensor) -> Tensor:
             loss, result = pack_loss(part.algorithm, pack, inputs, *scored)
@@ -472,20 +474,6 @@ class Consumer:
             entropy=settings.entropy_beta > 0, teacher=teacher, divergence=settings.divergence
         )
         return (*sampled, None, terms)
-
-    def _split_idle(self, part: LossPart, chosen_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(rollouts to train, rollouts whose gradient is zero by construction).
-
-        The second kind needs a forward pass for the metrics, and no backward pass.
-        """
-        if part.algorithm.settings.teaches_every_token or self.ranks.world > 1:
-            return chosen_R, chosen_R[:0]
-        flat = part.flat
-        active_R = np.bincount(
-            flat.rollout_N, weights=part.advantages_N != 0, minlength=len(flat.rollouts)
-        )
-        live = active_R[chosen_R] > 0
-        return chosen_R[live], chosen_R[~live]
 
     def _counted(self, sampling: Sampling) -> Sampling:
         """Count a pack as work when its forward pass begins."""

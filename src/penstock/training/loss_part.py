@@ -70,3 +70,17 @@ class LossPart:
         inputs.advantage_N = to_device(advantages_N, inputs.weight_N.device).to(
             inputs.weight_N.dtype
         )
+
+    def split_idle(self, chosen_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(rollouts to train, rollouts whose gradient is zero by construction).
+
+        The second kind needs a forward pass for the metrics, and no backward pass.
+        """
+        if self.algorithm.settings.teaches_every_token:
+            return chosen_R, chosen_R[:0]
+        flat = self.flat
+        active_R = np.bincount(
+            flat.rollout_N, weights=self.advantages_N != 0, minlength=len(flat.rollouts)
+        )
+        live = active_R[chosen_R] > 0
+        return chosen_R[live], chosen_R[~live]

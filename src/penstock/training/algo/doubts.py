@@ -10,7 +10,6 @@ from penstock.training.algo import ALGORITHMS
 from penstock.training.algo.method import (
     CISPO,
     DPPO,
-    GMPO,
     SAPO,
     Reinforce,
     algorithm_class,
@@ -93,7 +92,7 @@ def _without_effect(
         unread |= dict.fromkeys(clips, f"{settings.name}: no ratio")
     if _method_is(settings, SAPO):
         unread |= dict.fromkeys(clips, f"{settings.name}: a smooth gate in their place")
-    if any(_method_is(settings, method) for method in (CISPO, GMPO, DPPO)):
+    if any(_method_is(settings, method) for method in (CISPO, DPPO)):
         unread["dual_clip"] = f"{settings.name}: its ratio has a bound of its own"
     if settings.normalizes_each_reward:
         unread["baseline"] = f"{settings.name}: each reward is centred in its group"

@@ -64,12 +64,18 @@ class Algorithm:
         free_N, held_N = ratio_N * advantages_N, bounded_N * advantages_N
         objective_N = free_N.minimum(held_N)
         clipped_N = held_N.detach() < free_N.detach()
+        return self.bounded(objective_N, advantages_N, ratio_N.detach(), clipped_N)
+
+    def bounded(
+        self, objective_N: Tensor, advantages_N: Tensor, ratio_N: Tensor, clipped_N: Tensor
+    ) -> Surrogate:
+        """The loss of an objective, which a negative advantage lowers by at most dual_clip times itself."""
         if self.settings.dual_clip:
             floor_N = self.settings.dual_clip * advantages_N
             dual_N = (advantages_N < 0) & (objective_N.detach() < floor_N)
             objective_N = objective_N.where(~dual_N, floor_N)
             clipped_N = clipped_N | dual_N
-        return Surrogate(loss_N=-objective_N, ratio_N=ratio_N.detach(), clipped_N=clipped_N)
+        return Surrogate(loss_N=-objective_N, ratio_N=ratio_N, clipped_N=clipped_N)
 
 
 class GRPO(Algorithm):
@@ -204,9 +210,9 @@ class GMPO(Algorithm):
         bounded_N = log_N.clamp(-self.settings.clip_low, self.settings.clip_high)
         held_N = log_N.minimum(bounded_N).where(good_N, log_N.maximum(bounded_N))
         mean_S = sequence_mean(held_N, view.sequence_N, view.num_sequences)
-        loss_N = -mean_S.exp()[view.sequence_N] * view.advantages_N
+        objective_N = mean_S.exp()[view.sequence_N] * view.advantages_N
         clipped_N = held_N.detach() != log_N.detach()
-        return Surrogate(loss_N=loss_N, ratio_N=log_N.detach().exp(), clipped_N=clipped_N)
+        return self.bounded(objective_N, view.advantages_N, log_N.detach().exp(), clipped_N)
 
 
 class DPPO(Algorithm):
@@ -278,12 +284,6 @@ class Distill(Algorithm):
     defaults = AlgorithmSettings(
         distills=True, teacher_beta=1.0, baseline="none", normalize="none", kl_in="none"
     )
-
-    def surrogate(self, view: TokenView) -> Surrogate:
-        ratio_N = self.log_ratio(view).exp().detach()
-        return Surrogate(
-            loss_N=view.logprobs_N * 0.0, ratio_N=ratio_N, clipped_N=ratio_N != ratio_N
-        )
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
