@@ -395,3 +395,38 @@ def test_anthropics_messages_have_the_same_tree() -> None:
         assert (status, shown["error"]["type"]) == (401, "authentication_error")
 
     serve(main)
+
+
+def test_many_sessions_of_many_turns_at_once_lose_no_call() -> None:
+    """Each session has its own conversation, in order, and nothing of another's."""
+    sessions, turns = 12, 8
+
+    async def talk(
+        client: httpx2.AsyncClient, endpoint: Endpoint, number: int, session: Session
+    ) -> None:
+        key = endpoint.open(session)
+        url, head = f"{endpoint.base_url}/chat/completions", {"Authorization": f"Bearer {key}"}
+        messages: list[Any] = [user(f"start {number}")]
+        for turn in range(turns):
+            body = {"messages": messages, "tools": [{"type": "function", "function": ADD}]}
+            response = await client.post(url, json=body, headers=head, timeout=60)
+            message = response.json()["choices"][0]["message"]
+            call_id = message["tool_calls"][0]["id"]
+            result = {"role": "tool", "tool_call_id": call_id, "content": f"{number}.{turn}"}
+            messages += [message, result]
+        endpoint.shut(key)
+        late = await client.post(url, json={"messages": messages}, headers=head, timeout=60)
+        assert late.status_code == 401
+
+    async def main(endpoint: Endpoint) -> None:
+        made = [make_session(lambda _: CALL, number % 3) for number in range(sessions)]
+        async with httpx2.AsyncClient() as client:
+            talks = (talk(client, endpoint, n, session) for n, session in enumerate(made))
+            await asyncio.gather(*talks)
+        for number, session in enumerate(made):
+            calls = session.tree.calls
+            assert [call.parent for call in calls] == [None, *range(turns - 1)]
+            results = [call.messages[-1]["content"] for call in calls]
+            assert results == [f"start {number}", *(f"{number}.{n}" for n in range(turns - 1))]
+
+    serve(main)
