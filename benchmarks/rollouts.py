@@ -23,18 +23,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from shapes import CASES, Case, make_model
 from smollm2 import load_smollm2
 from transformers import (
-    AutoModelForCausalLM,
     ContinuousBatchingConfig,
     GenerationConfig,
-    Qwen2Config,
-    Qwen3Config,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -46,62 +44,12 @@ from penstock.engine.transformers.options import TransformersOptions
 CACHE_BLOCKS, CACHE_BATCH_TOKENS = 4096, 512  # transformers' paged cache: fits every load here
 
 
-@dataclass(frozen=True)
-class Case:
-    requests: int
-    slots: int
-    prompt_tokens: int
-    equal_tokens: int
-    mean_tokens: int
-    max_tokens: int
-
-
-CASES = {
-    "demo": Case(256, 64, 16, 64, 48, 400),
-    "smollm2": Case(128, 32, 16, 16, 16, 96),
-    "qwen0.5b": Case(512, 512, 64, 256, 306, 2048),
-}
-
-
-def demo_shape() -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
-
-
-def qwen_shape() -> Qwen2Config:
-    return Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
-    )
-
-
 def build(model: str, device: str, implementation: str) -> torch.nn.Module:
-    torch.manual_seed(0)
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     if model == "smollm2":
         built = load_smollm2(implementation)
     else:
-        config = demo_shape() if model == "demo" else qwen_shape()
-        with torch.device(device):
-            built = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=implementation
-            )
+        built = make_model(model, dtype, device, implementation)
     built.config.eos_token_id = built.generation_config.eos_token_id = None
     built.generation_config.pad_token_id = 0
     return built.to(device).eval()

@@ -1,6 +1,6 @@
 """One update: packed and chunked (Penstock) against padded full logits (plain transformers).
 
-    python benchmarks/train_step.py [--shape small|qwen2.5-0.5b] [--lengths 64,256,1024] [--compile]
+    python benchmarks/train_step.py [--shape small|qwen0.5b] [--lengths 64,256,1024]
 
 Prints time, tokens/s and peak memory of forward + backward + AdamW at each length, and MFU on a GPU.
 Both sides train the same sequences on a model with random weights: `uniform` rows have between a quarter
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import shapes
 import torch
 
 from penstock.config import Config
@@ -29,24 +30,6 @@ from penstock.model import packed_attention
 from penstock.training.consumer import Consumer
 from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, VersionSegment
 
-SHAPES = {
-    "small": {
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 16384,
-    },
-    "qwen2.5-0.5b": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-    },
-}
 PROMPT = 1  # tokens; nearly every token is trained, as on the padded side
 GROUP = 8
 
@@ -60,15 +43,9 @@ class Figure:
 
 
 def make_model(shape: str, dtype: torch.dtype, device: str) -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     packed_attention.register()
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        **SHAPES[shape], tie_word_embeddings=True, max_position_embeddings=65536, eos_token_id=0
-    )
-    with torch.device(device):
-        model = Qwen2ForCausalLM(config)
+    # weights are made in float32, as those that a run loads for its masters
+    model = shapes.make_model(shape, torch.float32, device, eos_token_id=0)
     return model.to(dtype)
 
 
@@ -145,7 +122,6 @@ def penstock_update(args: argparse.Namespace, lengths: np.ndarray, device: str) 
     model = make_model(args.shape, dtype, device)
     train = {
         "lr": 1e-6,
-        "compile": args.compile,
         "micro_batch_tokens": args.micro_batch_tokens,
         "threads": args.threads,
     }
@@ -236,13 +212,14 @@ def one_case(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     gpu = torch.cuda.is_available()
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen2.5-0.5b" if gpu else "small")
+    parser.add_argument(
+        "--shape", choices=list(shapes.SHAPES), default="qwen0.5b" if gpu else "small"
+    )
     parser.add_argument("--lengths", default="512,2048,8192" if gpu else "64,256,1024")
     parser.add_argument("--tokens", type=int, default=16384 if gpu else 4096)
     parser.add_argument("--micro-batch-tokens", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=5 if gpu else 2)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--side", choices=["penstock", "padded", "both"], default="both")
     parser.add_argument("--case", default="", help="KIND:LENGTH; empty: all")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from penstock.engine.transformers.engine import TransformersEngine
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.model.kernels import decode_reference
 from stages import tiny_policy as tiny
+from stages.decoder_cases import make_decoder
 
 
 class Done:
@@ -41,12 +44,17 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cuda_runner, name, getattr(decode_reference, name))
 
 
-def generate(requests: list[GenerationRequest], slots: int) -> list[tuple[list[int], np.ndarray]]:
+def generate(
+    requests: list[GenerationRequest],
+    slots: int,
+    load: Callable[[], Any] = lambda: tiny.tiny_model(0, "penstock"),
+    **options: Any,
+) -> list[tuple[list[int], np.ndarray]]:
     async def run() -> list[tuple[list[int], np.ndarray]]:
-        options = TransformersOptions(max_slots=slots, cuda_graphs=False, fuse=False)
-        engine = TransformersEngine(
-            lambda: tiny.tiny_model(0, "penstock"), fetch=lambda _: [], options=options
+        how = TransformersOptions(
+            **{"max_slots": slots, "cuda_graphs": False, "fuse": False, **options}
         )
+        engine = TransformersEngine(load, fetch=lambda _: [], options=how)
         await engine.start()
         try:
             made = await engine.generate_many(requests)
@@ -99,6 +107,25 @@ def test_the_gpu_runner_makes_the_tokens_of_the_cpu_runner(
     if sampling.get("min_tokens"):
         assert all(len(ids) >= sampling["min_tokens"] for ids, _ in got)
         assert "top_k" in sampling or any(len(ids) < sampling["max_tokens"] for ids, _ in got)
+
+
+@pytest.mark.parametrize(
+    "case", ["qwen 3", *(pytest.param(c, marks=pytest.mark.slow) for c in ("gemma 3", "mixtral"))]
+)
+def test_a_familys_decoder_makes_the_tokens_of_the_cpu_runner(
+    case: str, stand_in: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels by Triton's interpreter; the longest prompt is computed in parts of five rows."""
+    pytest.importorskip("triton")
+    some = requests(max_tokens=3)[2:5]
+    how = {"load": lambda: make_decoder(case), "fuse": True, "prefill_rows": 5}
+    wanted = generate(some, 2, **how)
+    monkeypatch.setattr(engine_module, "_make_runner", RunnerOnCpu)
+    for (ids, logprobs), (other_ids, other_logprobs) in zip(
+        generate(some, 2, **how), wanted, strict=True
+    ):
+        assert ids == other_ids
+        assert np.allclose(logprobs, other_logprobs, atol=1e-4)
 
 
 def test_min_tokens_need_no_slow_sampling(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:

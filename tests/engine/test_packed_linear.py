@@ -16,11 +16,11 @@ from penstock.engine.transformers.cpu.packed_linear import (
     packed_kind,
     small_kind,
 )
-from penstock.engine.transformers.fuse import PlainLinear
 from penstock.model.attention import OneSequence
 from penstock.model.decoder import hidden_states, logits
 from penstock.model.decoder_weights import read_weights
 from penstock.model.families import family_of
+from penstock.model.joint_weights import PlainLinear
 from penstock.model.ops import TorchOps
 from penstock.weights.model_weights import load_weights, model_digest, named_weights
 from stages import tiny_policy as tiny

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from penstock.model.kernels import decode_reference as reference
+from penstock.model.kernels.row_tiles import Norm
 from penstock.model.sampling import stream_key, uniforms, uniforms_torch
 
 pytestmark = pytest.mark.gpu(stand_in=True)
@@ -61,10 +62,8 @@ def test_attention_equals_the_reference(
     sinks: bool,
     programs: int,
     dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`programs` sets into how many parts contexts are split; 1: not at all."""
-    monkeypatch.setattr(kernels, "_PROGRAMS", programs)
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -76,7 +75,7 @@ def test_attention_equals_the_reference(
     start = torch.tensor([0, 300, 10, 640, 64], device=DEVICE)
     length = torch.tensor([1, 200, 63, 129, 64], device=DEVICE)
     how = (0.2, window, softcap, draw(heads) if sinks else None)
-    got = kernels.decode_attention(query, keys, values, start, length, *how)
+    got = kernels.decode_attention(query, keys, values, start, length, *how, programs)
     wanted = reference.decode_attention(query, keys, values, start, length, *how)
     assert relative_error(got, wanted) < (1e-5 if dtype is torch.float32 else 1e-2)
 
@@ -179,8 +178,8 @@ def test_rows_advance_and_ban_their_stop_tokens() -> None:
 def test_a_step_looks_up_its_rows() -> None:
     """Slot 3's position lies beyond the table of turns: its row is not used, but must not be read there."""
     generator = torch.Generator().manual_seed(7)
-    embedding, cos, sin = (
-        torch.randn(*shape, generator=generator).to(DEVICE) for shape in ((30, 20), (8, 6), (8, 6))
+    embedding, turns = (
+        torch.randn(*shape, generator=generator).to(DEVICE) for shape in ((30, 20), (8, 12))
     )
     state = SimpleNamespace(
         token=torch.tensor([3, 29, 0, 7], device=DEVICE),
@@ -188,10 +187,10 @@ def test_a_step_looks_up_its_rows() -> None:
         start=torch.tensor([40, 0, 10, 99], device=DEVICE),
     )
     slot = torch.tensor([2, 3, 0], device=DEVICE)
-    got = kernels.open_rows(slot, state, embedding, cos, sin)
-    wanted = reference.open_rows(slot, state, embedding, cos, sin)
-    assert [one.tolist() for one in got] == [one.tolist() for one in wanted]
-    assert got[4].tolist() == [17, 108, 45]
+    got = kernels.open_rows(slot, state, embedding, 1.5, turns)
+    assert torch.equal(got.x_BD, embedding[state.token[slot]] * 1.5)
+    assert torch.equal(got.turn_BW, turns[[7, 7, 5]])
+    assert [rows.tolist() for rows in got[2:]] == [[10, 99, 40], [17, 108, 45], [8, 10, 6]]
 
 
 def test_the_same_uniforms_everywhere() -> None:
@@ -239,45 +238,52 @@ def test_a_prompt_is_stored_in_several_regions(few: bool, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(14, 2, 64), (3, 3, 20), (4, 1, 32)])
-def test_queries_are_turned_and_keys_and_values_stored(
-    heads: int, kv_heads: int, size: int, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize("stores", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "turned", "offset"),
+    [(14, 2, 64, 64, None), (3, 3, 20, 20, 0.0), (4, 1, 32, 24, 1.0), (5, 2, 16, 0, 0.0)],
+)
+def test_heads_are_normed_and_turned_and_keys_and_values_stored(
+    heads: int, kv_heads: int, size: int, turned: int, offset: float | None, stores: bool,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """The first `turned` numbers of a head turn; offset None: no norms; not stored: turned in place."""
+    generator = torch.Generator().manual_seed(1)
 
-    def draw(*shape: int, seed: int) -> torch.Tensor:
-        values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-        return values.to(dtype).to(DEVICE)
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
 
-    product = draw(4, (heads + 2 * kv_heads) * size, seed=1)
-    cos, sin = draw(4, size, seed=2), draw(4, size, seed=3)
-    target = torch.tensor([7, 0, 3, 9], device=DEVICE)
+    def plain(heads_BHD: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        wide = heads_BHD.float()
+        if norm is not None:
+            scaled = wide * (wide.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt()
+            wide = (scaled * (norm.weight.float() + norm.offset)).to(dtype).float()
+        if turn is not None:
+            part = wide[..., :turned]
+            rolled = part.roll(turned // 2, -1)
+            wide[..., :turned] = part * turn[0].float() + rolled * turn[1].float()
+        return wide.to(dtype)
+
+    half, turn = draw(2, 4, 1, turned // 2), None
+    if turned:
+        turn = (torch.cat([half[0], half[0]], -1), torch.cat([-half[1], half[1]], -1))
+    norms = None
+    if offset is not None:
+        norms = tuple(Norm(draw(size), 1e-6, offset) for _ in range(2))
+    product = draw(4, (heads + 2 * kv_heads) * size)
+    every = product.clone().view(4, -1, size)
+    query = plain(every[:, :heads], norms and norms[0])
+    key = plain(every[:, heads : heads + kv_heads], norms and norms[1])
+    value, limit = every[:, -kv_heads:], 1e-5 if dtype is torch.float32 else 1e-2
+    sizes, target = (heads, kv_heads, size), torch.tensor([7, 0, 3, 9], device=DEVICE)
     pools = [torch.full((11, kv_heads, size), 5.0, dtype=dtype, device=DEVICE) for _ in range(4)]
-    got = kernels.rotate_store(product, cos, sin, *pools[:2], target)
-    wanted = reference.rotate_store(product, cos, sin, *pools[2:], target)
-    limit = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
-    torch.testing.assert_close(got, wanted, **limit)
-    torch.testing.assert_close(pools[0], pools[2], **limit)
+    if not stores:
+        assert kernels.turn_heads(product, sizes, turn, norms, None) is product
+        wanted = torch.cat([query, key, value], 1).flatten(1)
+        torch.testing.assert_close(product, wanted, rtol=limit, atol=limit)
+        return
+    got = kernels.turn_heads(product, sizes, turn, norms, (*pools[:2], target))
+    pools[2][target], pools[3][target] = key, value
+    torch.testing.assert_close(got, query, rtol=limit, atol=limit)
+    torch.testing.assert_close(pools[0], pools[2], rtol=limit, atol=limit)
     assert torch.equal(pools[1], pools[3])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_layers_compute_the_same_with_kernels(dtype: torch.dtype) -> None:
-    """The kernels are installed in every layer of a real model and leave its outputs unchanged."""
-    from penstock.engine.transformers.fuse import fuse_projections
-    from penstock.engine.transformers.kv_attention import probe_shape
-    from penstock.model.kernels.layer_kernels import fuse_layers
-    from penstock.model.norms import fuse_norms
-    from stages import tiny_policy as tiny
-
-    if INTERPRETED:
-        pytest.skip("the interpreter is slow on whole models")
-    with torch.inference_mode():
-        model = tiny.tiny_model(0, "penstock").to(DEVICE, dtype)
-        x = torch.randn(1, 5, 64, device=DEVICE, dtype=dtype)
-        wanted = model.model.layers[0].mlp(x)
-        fuse_projections(model)
-        fuse_norms(model)
-        assert fuse_layers(model) == {"gated mlp": 2, "rotary": 2}
-        got = model.model.layers[0].mlp(x)
-        assert relative_error(got, wanted) < (1e-5 if dtype is torch.float32 else 1e-2)
-        probe_shape(model)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.nn import functional
 
-from penstock.model.kernels import row_reference as reference
-from penstock.model.kernels.row_tiles import Product, Tiles, choose
+from penstock.model.kernels.row_tiles import Norm, Product, Tiles, choose
 
 pytestmark = pytest.mark.gpu(stand_in=True)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -33,6 +33,27 @@ def draw() -> Draw:
     return values
 
 
+def plain_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    wide = x.float()
+    scaled = wide * (wide.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt()
+    return (scaled * (norm.weight.float() + norm.offset)).to(x.dtype)
+
+
+def plain_turn(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    wide = heads.float()
+    turned = wide * cos.float() + wide.roll(heads.shape[-1] // 2, -1) * sin.float()
+    return turned.to(heads.dtype)
+
+
+def draw_turn(draw: Draw, rows: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Cosines and signed sines [rows, 1, size], as views of one table."""
+    table = draw(rows, 2 * size, dtype=dtype)
+    half = size // 2
+    table[:, half:size] = table[:, :half]
+    table[:, size : size + half] = -table[:, size + half :]
+    return table[:, None, :size], table[:, None, size:]
+
+
 def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     limit = 1e-5 if wanted.dtype is torch.float32 else 2e-2
     torch.testing.assert_close(got, wanted, rtol=limit, atol=limit)
@@ -41,23 +62,25 @@ def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tiles", CUTS, ids=str)
 @pytest.mark.parametrize(
-    ("rows", "heads", "kv_heads", "size", "biased"),
-    [(1, 4, 2, 12, True), (18, 3, 3, 20, False), (16, 2, 1, 32, True)],
+    ("rows", "heads", "kv_heads", "size", "biased", "offset"),
+    [(1, 4, 2, 12, True, 0.0), (18, 3, 3, 20, False, 1.0), (16, 2, 1, 32, True, 0.0)],
 )
 def test_heads_are_projected_turned_and_stored(
-    rows: int, heads: int, kv_heads: int, size: int, biased: bool,
+    rows: int, heads: int, kv_heads: int, size: int, biased: bool, offset: float,
     tiles: Tiles, dtype: torch.dtype, draw: Draw,
 ) -> None:  # fmt: skip
     width, outputs = 56, (heads + 2 * kv_heads) * size
     x, weight = 3 * draw(rows, width, dtype=dtype), draw(outputs, width, dtype=dtype)
-    norm = (1 + draw(width, dtype=dtype), 1e-6)
+    norm = Norm(draw(width, dtype=dtype), 1e-6, offset)
     bias = draw(outputs, dtype=dtype) if biased else None
-    turn = (draw(rows, size, dtype=dtype), draw(rows, size, dtype=dtype))
+    turn = draw_turn(draw, rows, size, dtype)
     target = (torch.arange(rows, device=DEVICE) * 7) % 19
     pools = [torch.full((19, kv_heads, size), 5.0, dtype=dtype, device=DEVICE) for _ in range(4)]
     got = kernels.project_and_store(x, norm, weight, bias, turn, *pools[:2], target, tiles)
-    wanted = reference.project_and_store(x, norm, weight, bias, turn, *pools[2:], target, tiles)
-    assert_close(got, wanted)
+    product = functional.linear(plain_norm(x, norm), weight, bias).view(rows, -1, size)
+    turned, values = plain_turn(product[:, :-kv_heads], *turn), product[:, -kv_heads:]
+    assert_close(got, turned[:, :heads])
+    pools[2][target], pools[3][target] = turned[:, heads:], values
     assert_close(pools[0], pools[2])
     assert_close(pools[1], pools[3])
 
@@ -69,9 +92,10 @@ def test_a_gated_product_equals_the_reference(
     rows: int, width: int, tiles: Tiles, dtype: torch.dtype, draw: Draw
 ) -> None:
     x, weight = 3 * draw(rows, 56, dtype=dtype), 4 * draw(2 * width, 56, dtype=dtype)
-    norm = (1 + draw(56, dtype=dtype), 1e-6)
-    got = kernels.gate_product(x, norm, weight, tiles)
-    assert_close(got, reference.gate_product(x, norm, weight, tiles))
+    norm = Norm(1 + draw(56, dtype=dtype), 1e-6)
+    got = kernels.gate_product(x, norm, weight, "silu", tiles)
+    gate, up = functional.linear(plain_norm(x, norm), weight).chunk(2, 1)
+    assert_close(got, functional.silu(gate) * up)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -85,13 +109,32 @@ def test_a_product_is_added_to_the_residual(
     bias, wanted = draw(40, dtype=dtype) if biased else None, total.clone()
     made = kernels.add_product(total, x, weight, bias, tiles)
     assert made is total
-    assert_close(total, reference.add_product(wanted, x, weight, bias, tiles))
+    assert_close(total, wanted + functional.linear(x, weight, bias))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_normed(dtype: torch.dtype, draw: Draw) -> None:
-    x, norm = 3 * draw(5, 200, dtype=dtype), (1 + draw(200, dtype=dtype), 1e-6)
-    assert_close(kernels.norm_rows(x, norm), reference.norm_rows(x, norm))
+    """Also in place, of a part of each row, and added to a total."""
+    x, norm = 3 * draw(5, 260, dtype=dtype), Norm(draw(200, dtype=dtype), 1e-6, 1.0)
+    part, total = x[:, 30:230], draw(5, 200, dtype=dtype)
+    wanted = plain_norm(part, norm)
+    assert_close(kernels.norm_rows(part.contiguous(), norm), wanted)
+    assert_close(kernels.add_norm(total.clone(), part, norm, 0.3), total + 0.3 * wanted)
+    before = x.clone()
+    kernels.norm_rows(part, norm, part)
+    assert_close(part, wanted)
+    assert torch.equal(x[:, :30], before[:, :30])
+    assert torch.equal(x[:, 230:], before[:, 230:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", kernels.ACTIVATIONS)
+def test_gates_have_the_activation_of_a_config(name: str, dtype: torch.dtype, draw: Draw) -> None:
+    from penstock.model.ops import activation
+
+    product = 40 * draw(3, 2 * 1100, dtype=dtype)
+    gate, up = product.chunk(2, 1)
+    assert_close(kernels.gate_values(product, name), activation(name)(gate) * up)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,16 @@ import torch
 
 from penstock.config import ParallelConfig
 from penstock.errors import StopRequested
+from penstock.model import packed_attention
 from penstock.training.adapters import add_adapters
 from penstock.training.consumer import Consumer
+from penstock.training.model_check import check_model, lay_out
 from penstock.training.parallel.ranks import Ranks, rank_share
-from penstock.training.policy import load_for_ranks, load_policy
+from penstock.training.policy import Policy, load_for_ranks, load_policy
 from penstock.training.ptx import TextStream, text_group
 from penstock.types import StepReport
 from penstock.weights.offload import HostOffload
+from stages.decoder_cases import make_decoder
 from stages.training_data import config_of, random_batch, tiny_model, tricky_batch
 
 ALGORITHMS = {
@@ -197,6 +200,15 @@ def load_shares(folder: Path, ranks: Ranks) -> None:
         (folder / name).write_text(json.dumps(found))
 
 
+def divide(case: str, ranks: Ranks) -> None:
+    """Divide a decoder family; its log-probs are compared with the undivided, eager model's, or it is refused."""
+    packed_attention.register()
+    policy = Policy(make_decoder(case), longest=80)
+    check_model(policy, case)
+    lay_out(policy, ranks, case)
+    assert policy.decodes
+
+
 class OneRank:
     """What a worker process serves: one of several ranks that meet at that port."""
 
@@ -229,5 +241,7 @@ class OneRank:
                 run(argument, folder, ranks)
             elif kind == "start":
                 start_rounded(argument, folder, ranks)
+            elif kind == "divide":
+                divide(argument, ranks)
             else:
                 reload(argument, folder, ranks, saved=kind)

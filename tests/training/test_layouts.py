@@ -18,8 +18,11 @@ from penstock.training.parallel.ranks import Ranks
 from penstock.workers.processes.process_worker import ProcessWorker
 from penstock.workers.supervise.trainer import port_of, reserve_port
 from stages import rank_program
+from stages.decoder_cases import CASES
 
-Work = tuple[str, str, dict[str, int]]  # kind (run, start, or a layout to load from), job, axes
+Work = tuple[
+    str, str, dict[str, int]
+]  # kind (run, start, divide, or a layout to load from), job or family, axes
 JOBS = list(rank_program.ALGORITHMS)
 
 
@@ -172,6 +175,16 @@ def test_every_job_in_every_layout(tmp_path, warm_workers, world, axes) -> None:
         for name, master in several["masters"].items():
             assert torch.equal(master, one["masters"][name]), name
         assert_same_moves(one, several)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [TENSOR, PIPELINE, CONTEXT], ids=lambda axes: next(iter(axes)))
+def test_every_family_is_divided_as_it_is_whole(tmp_path, warm_workers, axes) -> None:
+    """transformers has no plan for experts on tensor ranks."""
+    divided = [case for case in CASES if case != "llama with dynamic"]
+    if axes == TENSOR:
+        divided = [case for case in divided if not any(k in case for k in ("oss", "moe", "mixt"))]
+    asyncio.run(run_ranks(tmp_path, 2, [("divide", case, axes) for case in divided]))
 
 
 def assert_same_moves(one: dict, several: dict) -> None:

@@ -141,9 +141,7 @@ def test_on_a_gpu_an_offload_frees_the_memory_and_keeps_the_bits(saved_model) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "train", [{}, {"gradient_checkpointing": True}, {"compile": True}], ids=str
-)
+@pytest.mark.parametrize("train", [{}, {"gradient_checkpointing": True}], ids=str)
 def test_steps_on_a_gpu_are_the_steps_on_a_cpu(saved_model, train: dict[str, bool]) -> None:
     """In float32; the sums of a GPU have another order."""
     reports, weights = [], []

@@ -155,9 +155,8 @@ def test_thirty_steps_of_a_real_model(tmp_path: Path, colocate: str) -> None:
     trained = (folder.logs / "trainer.log").read_text()
     assert "micro-batches of" in trained
     if os.environ.get("PENSTOCK_GPU_MODEL"):  # of an architecture that has kernels, as SmolLM2
-        whole = r"(\d+) of \1 layers "
-        assert re.search(whole + "decode by kernels, prompts are computed without", sizes)
-        assert re.search(whole + "train as one function", trained)
+        assert re.search(r"\d+ layers decode by kernels", sizes)
+    assert re.search(r"\d+ layers train by kernels", trained)
 
 
 @pytest.mark.timeout(500)

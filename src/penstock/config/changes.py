@@ -27,6 +27,7 @@ RULES = (
     ("run.*", FREE),
     ("seed", "earlier prompts and samples were drawn with it"),
     ("model.device", UPDATE),
+    ("model.arithmetic", UPDATE),
     ("model.*", "the run's weights and their digests depend on it"),
     ("sampling.num_generations", _SIZE),
     ("sampling.max_tokens", UPDATE),  # the overlong penalty reads it

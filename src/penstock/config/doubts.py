@@ -39,6 +39,10 @@ def doubts(config: Config) -> list[str]:
             "nodes to choose from"
             for key in _places(config.launch)
         ]
+    if config.model.arithmetic == "fast" and config.model.device != "cpu":
+        lines.append(
+            "model.arithmetic fast: on a GPU redone steps may have other bits, and replay cannot compare them"
+        )
     lines += unrepeatable_samples(config)
     trained = [name for name, task in config.tasks.items() if task.system_prompt]
     lines += [

@@ -83,6 +83,9 @@ class ModelConfig(Section):
     """Number format of generation and training; auto: float32 on a CPU, bfloat16 on a GPU. See docs/precision.md."""
     device: str = "auto"
     """auto | cpu | cuda | cuda:N."""
+    arithmetic: Literal["deterministic", "fast"] = "deterministic"
+    """On a GPU; deterministic: the same step gives the same bits, so redone and replayed steps can be compared;
+    fast: additions in any order. See docs/durability.md."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     lora: LoraConfig = LoraConfig()
@@ -431,8 +434,6 @@ class TrainConfig(Section):
     so that small updates arrive; plain: at the weight. See docs/precision.md."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
-    compile: bool = False
-    """Compile the model's blocks with torch.compile: a slower first step, faster steps after it on a GPU."""
     threads: int = Field(1, ge=1)
     """CPU threads of a trainer rank; on a CPU one per core is fastest, also beside an engine."""
     parallel: ParallelConfig = ParallelConfig()

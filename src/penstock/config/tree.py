@@ -314,8 +314,6 @@ def _check_parallel(config: Config) -> None:
         raise ValueError(
             f"train.parallel.context: got {parallel.context}, allowed: 1 with train.parallel.pipeline"
         )
-    if copies > 1 and config.train.compile:
-        raise ValueError("train.compile: got true, allowed: false with train.parallel")
 
 
 def _check_train(config: Config) -> None:

@@ -1,30 +1,106 @@
-"""With which arithmetic a trainer computes: its device, its libraries, and whether its bits repeat.
+"""How a process computes on a GPU: the same work gives the same bits, or in the fastest order.
 
-The journal keeps it, so that a redo or a replay elsewhere can say where a run was made.
+Trainer and engine call `use_arithmetic` when their model is loaded, before its first matrix product. On a CPU
+nothing changes: with the same number of threads the order of additions is always the same.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
 import torch
 
+from penstock.errors import RunError, UserError
+from penstock.model.families import family_of
 from penstock.types import Arithmetic
 
+_WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+_NO_ORDER = "does not have a deterministic implementation"  # torch's words
 
-def arithmetic_of(model: Any) -> Arithmetic:
-    """The arithmetic of a trainer whose model this is. On a CPU the order of additions is fixed."""
-    device = next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
-    libraries = {"torch": torch.__version__}
+
+def use_arithmetic(kind: str, model: Any) -> None:
+    """Compute as `model.arithmetic` says from now on, in all of this process.
+
+    Operations without a fixed order are refused, which also selects flash attention's deterministic backward
+    pass: torch keeps the other one if it may only warn. The experts of models without a row in the table of
+    families count their tokens with such an operation, so there torch warns.
+    """
+    if _device(model).type != "cuda":
+        return
+    # cuBLAS and torch read it once, so it is set even if only a later run in this process needs it.
+    workspace = os.environ.setdefault(_WORKSPACE, _WORKSPACES[0])
+    if kind == "deterministic" and workspace not in _WORKSPACES:
+        raise UserError(
+            f"{_WORKSPACE}: got {workspace!r} with model.arithmetic deterministic, allowed: "
+            f"{' or '.join(_WORKSPACES)}, or model.arithmetic=fast"
+        )
+    torch.use_deterministic_algorithms(
+        kind == "deterministic", warn_only=_has_foreign_experts(model)
+    )
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def arithmetic_of(kind: str, model: Any, *, ranks: int) -> Arithmetic:
+    """The arithmetic of a trainer with so many ranks, and why it may not repeat its bits."""
+    device, libraries = _device(model), {"torch": torch.__version__}
     if device.type != "cuda":
         return Arithmetic(device=device.type, libraries=libraries)
     libraries["CUDA"] = str(torch.version.cuda)
     with contextlib.suppress(metadata.PackageNotFoundError):
         libraries["triton"] = metadata.version("triton")
+    reasons = {
+        "model.arithmetic is fast": kind == "fast",
+        f"the experts of {type(model).__name__} add in no fixed order": _has_foreign_experts(model),
+        f"sums over {ranks} trainer ranks have no fixed order": ranks > 1,
+    }
     return Arithmetic(
         device=torch.cuda.get_device_name(device),
         libraries=libraries,
-        doubt="kernels add in varying order",
+        doubt=next((reason for reason, holds in reasons.items() if holds), ""),
     )
+
+
+@contextlib.contextmanager
+def any_order() -> Iterator[None]:
+    """Operations inside have one result in any order: torch's deterministic form would sort for nothing."""
+    chosen = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(chosen, warn_only=warns)
+
+
+@contextlib.contextmanager
+def explain_refusal() -> Iterator[None]:
+    """Turn torch's refusal of an operation without a fixed order into one line that says what to change."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _NO_ORDER not in str(error):
+            raise
+        raise RunError(
+            f"trainer: {str(error).partition(_NO_ORDER)[0].strip()} has no deterministic form on a GPU, which "
+            "model.arithmetic deterministic needs, allowed for this model: model.arithmetic=fast"
+        ) from error
+
+
+def has_experts(model: Any) -> bool:
+    """Whether layers route tokens to experts."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any(getattr(model.config, name, None) for name in names)
+
+
+def _has_foreign_experts(model: Any) -> bool:
+    """Whether experts run the model's own code instead of the decoder's."""
+    return has_experts(model) and family_of(model.config) is None
+
+
+def _device(model: Any) -> torch.device:
+    device: torch.device = next(p.device for p in model.parameters() if not p.is_meta)
+    return device

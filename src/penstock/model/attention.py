@@ -75,6 +75,25 @@ def flash_attention(
     return output_THD, logsumexp, state, unused
 
 
+def flash_gradients(
+    grad_THD: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    outputs: tuple[torch.Tensor, ...],
+    queries: tuple[torch.Tensor, int],
+    keys: tuple[torch.Tensor, int],
+    *,
+    scale: float,
+    window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of queries, keys and values, from what `flash_attention` was given and returned."""
+    query, key, value = torch.ops.aten._flash_attention_backward(
+        grad_THD, *inputs, *outputs[:2], queries[0], keys[0], queries[1], keys[1], 0.0, True,
+        *outputs[2:], scale=scale, window_size_left=-1 if window is None else window - 1,
+        window_size_right=0,
+    )  # fmt: skip
+    return query, key, value
+
+
 def plain_attention(
     query_BHQD: torch.Tensor,
     key_BGKD: torch.Tensor,

@@ -1,7 +1,7 @@
 """One decoder: the forward pass of every family in `families.py`, as functions of its row and its weights.
 
 It runs over rows, one per token, from any mix of sequences; a `Step` stores keys and values and attends.
-What a layer computes is the entry of an `Ops` table. The engine on a CPU and the trainer on a CPU call it.
+What a layer computes is the entry of an `Ops` table. Engine and trainer call it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run_layers(
     last = len(weights.layers) - 1
     for index, layer in enumerate(weights.layers):
         kept = kept_K if index == last else None
-        run = functools.partial(_layer, ops, family, layer, index, step, tables, kept)
+        run = functools.partial(run_layer, ops, family, index, step, tables, kept, layer)
         if checkpoints and torch.is_grad_enabled():
             x_RD = checkpoint(run, x_RD, use_reentrant=False)
         else:
@@ -63,21 +63,21 @@ def run_layers(
     return ops.norm(family, x_RD, weights.norm)
 
 
-def _layer(
+def run_layer(
     ops: Ops,
     family: Family,
-    weights: LayerWeights,
     index: int,
     step: Step,
     tables: Tables,
     kept_K: Tensor | None,
+    weights: LayerWeights,
     x_RD: Tensor,
 ) -> Tensor:
-    """One layer: attention and a gated mlp, each with a residual."""
+    """One layer: attention and a gated mlp, each with a residual; of the kept rows, None: of all."""
     table = tables[family.layers[index].rope]
     mixed_RN = ops.attend(family, weights, index, step, table, x_RD)
     if kept_K is not None:
-        x_RD, mixed_RN = x_RD.index_select(0, kept_K), mixed_RN.index_select(0, kept_K)
+        x_RD, mixed_RN = ops.take(x_RD, kept_K), ops.take(mixed_RN, kept_K)
     x_RD = ops.add_product(family, x_RD, mixed_RN, weights.out, weights.norms[1])
     return ops.mlp(family, weights, x_RD)
 
@@ -101,7 +101,7 @@ def rotations(family: Family, position_R: Tensor, dtype: torch.dtype) -> Tables:
 
 
 def _table(rope: Rope, position_R: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    angle_RN = position_R[:, None].float() * rope.frequencies.to(position_R.device)
+    angle_RN = position_R[:, None].float() * _frequencies(rope, position_R.device)
     cos, sin = angle_RN.cos(), angle_RN.sin()
     if rope.factor != 1.0:
         cos, sin = cos * rope.factor, sin * rope.factor
@@ -110,3 +110,9 @@ def _table(rope: Rope, position_R: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
         torch.cat([cos, cos], -1)[:, None].to(dtype),
         torch.cat([-sin, sin], -1)[:, None].to(dtype),
     )
+
+
+@functools.cache
+def _frequencies(rope: Rope, device: torch.device) -> Tensor:
+    """The frequencies on a device. Kept: to copy them, the host waits for all work of the GPU."""
+    return rope.frequencies.to(device)

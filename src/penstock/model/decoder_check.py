@@ -7,7 +7,7 @@ every kind of layer. A difference beyond rounding refuses the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,19 +15,29 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UserError
-from penstock.model.attention import OneSequence
+from penstock.model.attention import OneSequence, Step
 from penstock.model.decoder import hidden_states, logits
 from penstock.model.decoder_weights import Weights
 from penstock.model.families import Family
-from penstock.model.ops import TorchOps
+from penstock.model.ops import Ops, TorchOps
 
 SHORT = 11  # tokens
 TOLERANCE = 1e-3  # largest difference of a log-prob in float32
 HALF_TOLERANCE = 0.2  # mean difference in half precision, where rounding alone gives up to 0.1
 
 
-def check_decoder(model: Any, family: Family, weights: Weights, longest: int) -> None:
-    """Refuse a model whose log-probs the decoder does not give; `longest` is the run's longest sequence."""
+def check_decoder(
+    model: Any,
+    family: Family,
+    weights: Weights,
+    longest: int,
+    ops: Ops | None = None,
+    steps: Callable[[int], Iterable[Step]] = lambda length: [OneSequence()],
+) -> None:
+    """Refuse a model whose log-probs the decoder does not give; `longest` is the run's longest sequence.
+
+    `steps` are those that must give them for a sequence of a length.
+    """
     lengths = [(long_length(family, longest), kinds_end(family))]
     if not rotation_length(family, longest):
         lengths.append((min(SHORT, longest), len(family.layers)))
@@ -48,10 +58,12 @@ def check_decoder(model: Any, family: Family, weights: Weights, longest: int) ->
                     model(input_ids=ids_T[None], use_cache=False).logits[0], ids_T
                 )
             positions_T = torch.arange(length, device=ids_T.device)
-            hidden_TD = hidden_states(TorchOps(), family, cut, OneSequence(), ids_T, positions_T)
-            gap, exact = difference(
-                token_logprobs(logits(family, cut, hidden_TD), ids_T), plain_T, hidden_TD.dtype
-            )
+            gaps = []
+            for step in steps(length):
+                hidden_TD = hidden_states(ops or TorchOps(), family, cut, step, ids_T, positions_T)
+                actual_T = token_logprobs(logits(family, cut, hidden_TD), ids_T)
+                gaps.append(difference(actual_T, plain_T, hidden_TD.dtype))
+        gap, exact = max(gaps, key=lambda result: (not result[1], result[0]))
         if not exact:
             raise UserError(
                 f"model.path: got {type(model).__name__}, whose log-probs differ by {gap:.2g} from those of "

@@ -87,7 +87,7 @@ def read_weights(model: Any, family: Family, products: Products) -> Weights:
         embedding=embedding.weight,
         padding_id=embedding.padding_idx,
         layers=tuple(
-            _layer_weights(layer, family, row.experts, products)
+            read_layer(layer, family, row.experts, products)
             # a check may cut the model to its first layers
             for layer, row in zip(body.layers, family.layers, strict=False)
         ),
@@ -96,7 +96,8 @@ def read_weights(model: Any, family: Family, products: Products) -> Weights:
     )
 
 
-def _layer_weights(layer: Any, family: Family, experts: bool, products: Products) -> LayerWeights:
+def read_layer(layer: Any, family: Family, experts: bool, products: Products) -> LayerWeights:
+    """The weights of one layer, which has experts or none."""
     attention, mlp = layer.self_attn, layer.mlp
     norms = [None if name is None else getattr(layer, name).weight for name in family.norms]
     has_norms = family.head_norms != "none"

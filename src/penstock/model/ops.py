@@ -40,6 +40,9 @@ class Ops(Protocol):
     ) -> Tensor:
         """The heads' outputs side by side, from the layer's input: norm, product, rotation, attention."""
 
+    def take(self, rows_RN: Tensor, number_K: Tensor) -> Tensor:
+        """The rows of these numbers, which may repeat."""
+
     def add_product(
         self, family: Family, x_RD: Tensor, rows_RN: Tensor, linear: Linear, norm: Tensor | None
     ) -> Tensor:
@@ -63,12 +66,9 @@ class TorchOps:
 
     def embed(self, family: Family, weights: Weights, ids_R: Tensor) -> Tensor:
         x_RD = functional.embedding(ids_R, weights.embedding, weights.padding_id)
-        if family.embedding_scale is None:
-            return x_RD
-        scale = family.embedding_scale
-        if family.embedding_scale_rounds:
-            scale = float(torch.tensor(scale, dtype=x_RD.dtype))
-        return x_RD * scale
+        return (
+            x_RD if family.embedding_scale is None else x_RD * embedding_scale(family, x_RD.dtype)
+        )
 
     def attend(
         self,
@@ -96,6 +96,9 @@ class TorchOps:
         )
         return step.attend(index, call).reshape(len(x_RD), -1)
 
+    def take(self, rows_RN: Tensor, number_K: Tensor) -> Tensor:
+        return rows_RN.index_select(0, number_K)
+
     def add_product(
         self, family: Family, x_RD: Tensor, rows_RN: Tensor, linear: Linear, norm: Tensor | None
     ) -> Tensor:
@@ -105,15 +108,21 @@ class TorchOps:
         *_, before, after = weights.norms
         normed_RD = _norm(family, x_RD, before)
         if isinstance(weights.mlp, ExpertWeights):
-            output_RD = _mix_experts(family, weights.mlp, normed_RD, self.row_multiple)
+            output_RD = mix_experts(family, weights.mlp, normed_RD, self.row_multiple)
         else:
             gates, down = weights.mlp
             gate, up = gates(normed_RD).chunk(2, -1)
-            output_RD = down(_activation(family.activation)(gate) * up)
+            output_RD = down(activation(family.activation)(gate) * up)
         return _add(family, x_RD, _norm(family, output_RD, after))
 
     def norm(self, family: Family, x: Tensor, weight: Tensor | None) -> Tensor:
         return _norm(family, x, weight)
+
+
+def embedding_scale(family: Family, dtype: torch.dtype) -> float:
+    """The factor of a family's embeddings in this format."""
+    scale = 1.0 if family.embedding_scale is None else family.embedding_scale
+    return float(torch.tensor(scale, dtype=dtype)) if family.embedding_scale_rounds else scale
 
 
 def _add(family: Family, x_RD: Tensor, branch_RD: Tensor) -> Tensor:
@@ -181,24 +190,24 @@ def _turn(x_RHS: Tensor, table: tuple[Tensor, Tensor] | None) -> Tensor:
     return (x_RHS * cos).add_(x_RHS.roll(turned // 2, -1).mul_(sin))
 
 
-def _mix_experts(family: Family, weights: ExpertWeights, x_RD: Tensor, row_multiple: int) -> Tensor:
+def mix_experts(family: Family, weights: ExpertWeights, x_RD: Tensor, row_multiple: int) -> Tensor:
     """The chosen experts' outputs of each token, weighted; added in the order of the experts."""
     row = family.experts
     assert row is not None
-    weight_RC, expert_RC = _route(row, weights.router(x_RD))
+    weight_RC, expert_RC = route(row, weights.router(x_RD))
     mixed_RD = torch.zeros_like(x_RD)
     for expert in expert_RC.unique().tolist():
         token_M, choice_M = torch.where(expert_RC == expert)
         padding = -len(token_M) % row_multiple
         x_MD = functional.pad(x_RD.index_select(0, token_M), (0, 0, 0, padding))
-        inner_MI = _gated(family, row, weights.gates[expert](x_MD))
+        inner_MI = gated(family, row, weights.gates[expert](x_MD))
         output_MD = weights.down[expert](inner_MI)[: len(token_M)]
         added_MD = output_MD * weight_RC[token_M, choice_M, None]
         mixed_RD = mixed_RD.index_add(0, token_M, added_MD.to(x_RD.dtype))
     return mixed_RD
 
 
-def _route(row: Experts, logit_RE: Tensor) -> tuple[Tensor, Tensor]:
+def route(row: Experts, logit_RE: Tensor) -> tuple[Tensor, Tensor]:
     """The weights and the numbers of each token's experts."""
     if not row.router_in_float32:
         best_RC, expert_RC = logit_RE.topk(row.count, -1)
@@ -210,11 +219,11 @@ def _route(row: Experts, logit_RE: Tensor) -> tuple[Tensor, Tensor]:
     return weight_RC if row.weights_in_float32 else weight_RC.to(logit_RE.dtype), expert_RC
 
 
-def _gated(family: Family, row: Experts, product_MN: Tensor) -> Tensor:
+def gated(family: Family, row: Experts, product_MN: Tensor) -> Tensor:
     """What lies between an expert's products."""
     if row.clamp is None:
         gate, up = product_MN.chunk(2, -1)
-        return _activation(family.activation)(gate) * up
+        return activation(family.activation)(gate) * up
     alpha, limit = row.clamp
     gate = product_MN[..., ::2].clamp(max=limit)
     up = product_MN[..., 1::2].clamp(-limit, limit)
@@ -222,7 +231,7 @@ def _gated(family: Family, row: Experts, product_MN: Tensor) -> Tensor:
 
 
 @functools.cache
-def _activation(name: str) -> Callable[[Tensor], Tensor]:
+def activation(name: str) -> Callable[[Tensor], Tensor]:
     """An activation by its name in a config."""
     if name == "silu":
         return functional.silu

@@ -67,10 +67,9 @@ def register() -> None:
     """Register the packed attention with transformers; safe to call again."""
     from transformers import AttentionInterface
 
-    # Layouts differ from pack to pack: a compiled block that traced them would compile again each time.
     # No mask function is registered: transformers then builds no mask (the layout says which token sees
     # which), and does not look at the positions, for which the host would wait.
-    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 
 def packed_attention(
@@ -126,7 +125,7 @@ class PackedStep:
     """The `Step` of one pass over a packed row."""
 
     def __init__(self, layout: PackLayout) -> None:
-        self._layout = layout
+        self.layout = layout
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Do nothing: a pass has all its keys and values."""
@@ -138,7 +137,7 @@ class PackedStep:
             call.key,
             call.value,
             None,
-            pack_layout=self._layout,
+            pack_layout=self.layout,
             scaling=call.scale,
             sliding_window=call.window,
             softcap=call.softcap,

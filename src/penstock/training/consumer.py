@@ -27,7 +27,7 @@ from torch import Tensor
 from penstock.config import Config
 from penstock.data.sampler import stable_hash
 from penstock.errors import RunError, StopRequested
-from penstock.model.arithmetic import arithmetic_of
+from penstock.model.arithmetic import arithmetic_of, use_arithmetic
 from penstock.model.loading import compute_dtype
 from penstock.model.stored_weights import StoredWeights
 from penstock.model.transfer import to_device
@@ -68,7 +68,12 @@ from penstock.training.policy import (
     trainer_device,
 )
 from penstock.training.ptx import TextStream
-from penstock.training.snapshot import load_snapshot, take_snapshot
+from penstock.training.snapshot import (
+    load_snapshot,
+    read_random_state,
+    set_random_state,
+    take_snapshot,
+)
 from penstock.training.stats import UpdateLoss
 from penstock.training.vocabulary import VocabularyTerms
 from penstock.types import Batch, Group, StepReport
@@ -111,6 +116,7 @@ class Consumer:
         stored: StoredWeights | None = None,
     ) -> None:
         """stored: the files with the matrices of a model that was built without them."""
+        use_arithmetic(config.model.arithmetic, model)
         self.config = config
         self.total_steps = total_steps
         self.ranks = ranks or Ranks()
@@ -121,12 +127,10 @@ class Consumer:
         self.texts = texts
         self.settings = run_settings(config)
         self.algorithms = task_algorithms(config)
-        make_policy = functools.partial(
-            Policy, longest=config.longest_sequence, is_whole=self.ranks.world == 1
-        )
+        make_policy = functools.partial(Policy, longest=config.longest_sequence)
         self.reference = None if reference is None else make_policy(reference)
         self.teachers = {name: make_policy(teacher) for name, teacher in (teachers or {}).items()}
-        self.policy = make_policy(model)
+        self.policy = make_policy(model, is_whole=stored is None)
         self.adapters = self.policy.describe_adapters() if config.model.lora.rank else ""
         for policy, path in self._policies():
             check_loaded(policy, path, stored if policy is self.policy else None, self.ranks)
@@ -135,8 +139,6 @@ class Consumer:
             self.engine_dtype = torch.float64
         if config.train.gradient_checkpointing:
             self.policy.checkpoint_layers()
-        if config.train.compile:
-            self.policy.compile_layers()
         if self.ranks.world > 1:
             for policy, path in self._policies():
                 lay_out(policy, self.ranks, path, stored if policy is self.policy else None)
@@ -146,8 +148,7 @@ class Consumer:
         self.masters = Masters(model, self.engine_dtype, sharding=self.policy.sharding)
         self.policy.add_gradients_to(self.masters.of_parameters())
         if self.engine_dtype in HALF_FORMATS and self.policy.packs and self.ranks.world == 1:
-            with torch.compiler.set_stance("force_eager"):  # again, in the format that computes
-                check_model(self.policy, config.model.path)
+            check_model(self.policy, config.model.path)  # again, in the format that computes
         if config.train.masters == "dithered":
             self.masters.dither(config.seed)
             self.policy.merge_seed = config.seed
@@ -160,7 +161,7 @@ class Consumer:
             samplings = [config.task_sampling(task) for task in config.tasks]
             self.policy.warm_up(bans_ends=any(sampling.min_tokens for sampling in samplings))
             self.update_step.warm_up()
-        self.arithmetic = arithmetic_of(model)
+        self.arithmetic = arithmetic_of(config.model.arithmetic, model, ranks=self.ranks.world)
         self._stop = threading.Event()
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="hash of a batch")
 
@@ -210,7 +211,7 @@ class Consumer:
         started = time.perf_counter()
         self.reload()
         torch.set_num_threads(self.config.train.threads)
-        random_state = torch.get_rng_state()
+        random_state = read_random_state(self)
         hashing = self._hashing.submit(batch.fingerprints)  # beside the update, which changes none
         try:
             trained = self.train_batch(batch)
@@ -220,7 +221,7 @@ class Consumer:
             for policy, _ in self._policies():
                 policy.release()
             self.optimizer.zero_grad(set_to_none=True)
-            torch.set_rng_state(random_state)
+            set_random_state(self, random_state)
             raise
         self.step = batch.step
         self.policy_version += 1

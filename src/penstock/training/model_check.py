@@ -171,7 +171,7 @@ def lay_out(policy: Policy, ranks: Ranks, path: str, stored: StoredWeights | Non
         if stored is None:
             before_N = _policy_logprobs(policy, sequences)
         else:
-            score = functools.partial(_policy_logprobs, policy, sequences)
+            score = functools.partial(_own_logprobs, policy, sequences)
             before_N = _streamed_on_first(policy, stored, ranks, score)
     policy.cut(ranks, path)
     if stored is not None:
@@ -198,6 +198,19 @@ def lay_out(policy: Policy, ranks: Ranks, path: str, stored: StoredWeights | Non
                 f"{name}, whose plan misses that ranks have parts of the gradient of {parameter_name}, "
                 "allowed: 1 rank a copy"
             )
+
+
+def _own_logprobs(policy: Policy, sequences: list[np.ndarray]) -> Tensor:
+    """The log-probs by the model's own code, with the rotation of the run's longest sequence."""
+    filler = 0 if policy.family is None else rotation_length(policy.family, policy.longest)
+    if not filler:
+        return _policy_logprobs(policy, sequences)
+    packs = policy.packs
+    policy.pack_sequences(False)
+    try:
+        return _plain_logprobs(policy, sequences, filler)
+    finally:
+        policy.pack_sequences(packs)
 
 
 def _packing_fault(policy: Policy, sequences: list[np.ndarray], plain_N: Tensor) -> str | None:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -25,8 +26,9 @@ from penstock.data.chat import response_end_ids
 from penstock.errors import UserError
 from penstock.model import packed_attention
 from penstock.model.decoder import hidden_states
-from penstock.model.decoder_weights import ModuleProducts, read_weights
+from penstock.model.decoder_weights import ModuleProducts, Products, Weights, read_weights
 from penstock.model.families import family_of
+from penstock.model.kernels.trained_products import TrainProducts
 from penstock.model.loading import (
     add_end_ids,
     choose_device,
@@ -35,36 +37,33 @@ from penstock.model.loading import (
     format_of,
     load_causal_lm,
 )
-from penstock.model.norms import fuse_norms, restore_norms
-from penstock.model.ops import TorchOps
+from penstock.model.ops import Ops, TorchOps
 from penstock.model.parallel_plan import check_stages, tensor_plan
 from penstock.model.stored_weights import StoredWeights, build
 from penstock.training.adapters import ADAPTER, adapter_names
 from penstock.training.dither import HALF_FORMATS, WHOLE, Place, dither_, dither_key
 from penstock.training.logprobs import (
-    AddProduct,
     LogitRule,
     VocabularySlice,
     token_logprobs,
     warm_up,
 )
-from penstock.training.pack import Pack, empty_pack
+from penstock.training.pack import Pack, empty_pack, make_pack
 from penstock.training.parallel.context_parallel import share_pack
 from penstock.training.parallel.pipeline import run_passes, take_stage
+from penstock.training.parallel.rank_decoder import RankDecoder
 from penstock.training.parallel.ranks import Ranks
 from penstock.training.parallel.sharding import Sharding, split_modules, split_over_data
 from penstock.training.parallel.tensor_parallel import cut_model
 from penstock.training.vocabulary import HeadInputs, VocabularyTerms, divergences, entropies
 from penstock.waits import tell_stage
 
-FUSED = ("gated mlp", "rotary", "joint qkv", "norm")  # kinds of layers that are one kernel on a GPU
-
 
 class Policy(nn.Module):
     """A causal language model that scores packed sequences.
 
-    Without `packs` every pack must hold one sequence, and the model runs unchanged. A family on a CPU, in
-    one rank, runs through the decoder of `penstock.model.decoder`; `longest` is the run's longest sequence.
+    Without `packs` every pack must hold one sequence, and the model runs unchanged. A family runs through the
+    decoder of `penstock.model.decoder`; `longest` is the run's longest sequence.
     """
 
     packs: bool
@@ -75,17 +74,17 @@ class Policy(nn.Module):
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.longest = min(filter(None, (longest, positions)), default=0)
         self.family = family_of(model.config, self.longest)
-        self._is_whole = is_whole  # no rank has a part of the model
+        self._is_whole = is_whole  # it has all weights, or had them before it was divided
         self._checkpoints = False
         self.merge_seed: int | None = None  # of the dither under merged adapters; None: no dither
         self.sharding = Sharding(Ranks())
         self.head_share: VocabularySlice | None = None  # None: all of the vocabulary
         self._delays_gradients = False  # until the end of an update
-        self._compiles = False  # the compiler fuses the layers
         self._switched: list[nn.Module] | None = None  # by `train`; None: not looked up yet
         self._masters: Mapping[int, nn.Parameter] = {}  # of parameters by their ids
-        self._joint_layers = -1  # how many run as one function each; -1: not tried yet
-        self._add_to_head: AddProduct | None = None  # None: the head has a gradient of its own
+        self._rank_decoder: RankDecoder | None = None  # None: this rank has the whole model
+        self._kernels: tuple[Ops, Products] | None = None  # None: not made yet
+        self._weights: tuple[tuple[Products, int], Weights] | None = None  # of these layers
         self.rule = LogitRule.of(model, self.family)
         self.end_ids = end_ids(model)
         self._own_attention = exact_attention(model)
@@ -93,53 +92,23 @@ class Policy(nn.Module):
         self.pack_sequences(True)
 
     def pack_sequences(self, packs: bool) -> None:
-        """Choose packed attention and fused layers, or the model's own code for packs of one sequence."""
+        """Choose packed attention, or the model's own code for packs of one sequence."""
         self.packs = packs
-        kernels = _layer_kernels() if self.device.type == "cuda" else None
-        restore_norms(self.model)
-        if kernels is not None:
-            _layer_pass().restore(self.model)
-            _end_pass().restore(self.model)
-            self._add_to_head = None
-            kernels.restore_layers(self.model)
-        if self.decodes:
-            self.model.set_attn_implementation(self._own_attention)
-            return
-        if packs:
-            fuse_norms(self.model)
-            if kernels is not None and not self._compiles:
-                alone = self.sharding.ranks.world == 1  # else each of q, k and v is cut by itself
-                kinds = tuple(kind for kind in FUSED if alone or kind != "joint qkv")
-                kernels.fuse_layers(self.model, kinds)
-        self.model.set_attn_implementation(
-            packed_attention.ATTENTION_NAME if packs else self._own_attention
-        )
-        if packs and kernels is not None and self._masters and not self._compiles:
-            self._install_layer_pass()
+        attention = packed_attention.ATTENTION_NAME if packs else self._own_attention
+        self.model.set_attn_implementation(self._own_attention if self.decodes else attention)
 
     def add_gradients_to(self, masters: Mapping[int, nn.Parameter]) -> None:
         """Let layers on a GPU add their gradients to these masters, by the ids of their parameters."""
-        self._masters = masters
-        if self.packs and self.device.type == "cuda":
-            self.pack_sequences(True)
-
-    def _install_layer_pass(self) -> None:
-        if self.model.dtype in HALF_FORMATS and packed_attention.flash_aligns_ends(self.device):
-            from penstock.model.kernels import layer_step_kernels as steps
-
-            layers = self.model.config.get_text_config().num_hidden_layers
-            count = _layer_pass().install(self.model, self._masters, steps)
-            if count != self._joint_layers:
-                self._joint_layers = count
-                line = f"{count} of {layers} layers train as one function each"  # others are slower
-                print(f"trainer on {self.device}: {line}", file=sys.stderr, flush=True)
-            self._add_to_head = _end_pass().install(self.model, self._masters, steps)
+        self._masters, self._kernels = masters, None
+        if self.decodes and not isinstance(self._table()[0], TorchOps):
+            line = f"trainer on {self.device}: {len(self.layers)} layers train by kernels"
+            print(line, file=sys.stderr, flush=True)
 
     @property
     def decodes(self) -> bool:
         """Whether the decoder computes packed sequences, else the model's own layers."""
-        on_cpu = self.device.type == "cpu" and not self._compiles
-        return self.packs and self.family is not None and self._is_whole and on_cpu
+        here = self._is_whole or self._rank_decoder is not None
+        return self.packs and self.family is not None and here
 
     @property
     def body(self) -> nn.Module:
@@ -221,7 +190,7 @@ class Policy(nn.Module):
     def _states(self, pack: Pack, hidden: Tensor | None) -> Tensor:
         """The hidden states of the pack's predictors; of all tokens on a stage that is not the last."""
         if self.decodes:
-            return self._decode(pack)
+            return self._decode(pack, hidden)
         packing: dict[str, Any] = {}
         if self.packs:
             attention = self.model.config._attn_implementation
@@ -240,13 +209,18 @@ class Policy(nn.Module):
             return states
         return states[0].index_select(0, pack.predictor_N)
 
-    def _decode(self, pack: Pack) -> Tensor:
-        """The hidden states of the pack's predictors, by the decoder."""
+    def _decode(self, pack: Pack, hidden: Tensor | None) -> Tensor:
+        """The hidden states of the pack's predictors, by the decoder; or what the next stage goes on with."""
         assert self.family is not None
+        ops, products = self._table()
+        if self._rank_decoder is not None:
+            return self._rank_decoder.hidden_states(
+                ops, products, pack, hidden, checkpoints=self._checkpoints
+            )
         return hidden_states(
-            TorchOps(),
+            ops,
             self.family,
-            read_weights(self.model, self.family, ModuleProducts()),
+            self._read_weights(products),
             packed_attention.PackedStep(pack.layout),
             pack.input_ids_T,
             pack.position_ids_T,
@@ -254,10 +228,34 @@ class Policy(nn.Module):
             checkpoints=self._checkpoints,
         )
 
+    def _read_weights(self, products: Products) -> Weights:
+        """The model's weights. Joint ones are read once: to look them up takes longer than to launch a layer."""
+        assert self.family is not None
+        if self.family.experts is not None or not isinstance(products, TrainProducts):
+            return read_weights(self.model, self.family, products)
+        layers = self.model.get_decoder().layers
+        if self._weights is None or self._weights[0] != (
+            products,
+            len(layers),
+        ):  # or cut by a check
+            self._weights = (
+                (products, len(layers)),
+                read_weights(self.model, self.family, products),
+            )
+        return self._weights[1]
+
+    def _table(self) -> tuple[Ops, Products]:
+        """How the decoder computes: by kernels in half precision on a GPU, else in plain torch."""
+        if self.device.type != "cuda" or self.model.dtype not in HALF_FORMATS:
+            return TorchOps(), ModuleProducts()
+        if self._kernels is None:
+            self._kernels = _kernels(self._masters, divided=self._rank_decoder is not None)
+        return self._kernels
+
     def _logprobs(
         self, hidden_ND: Tensor, pack: Pack, temperatures_N: Tensor, early_N: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        head = self.model.get_output_embeddings()
+        head, products = self.model.get_output_embeddings(), self._table()[1]
         bias = getattr(head, "bias", None)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             return token_logprobs(
@@ -269,13 +267,13 @@ class Policy(nn.Module):
                 self.rule,
                 banned=None if early_N is None else (early_N, self.end_ids),
                 share=self.head_share,
-                add_to=self._add_to_head,
+                add_to=products.adder(head.weight) if isinstance(products, TrainProducts) else None,
             )
 
     def warm_up(self, *, bans_ends: bool) -> None:
         """Compile the kernels of layers and head; `bans_ends`: some responses have min_tokens."""
-        if self._masters and _layer_kernels() is not None:
-            _layer_pass().warm_up(self.model)
+        if self.decodes and self._masters:
+            self._warm_up_layers()
         tell_stage("compiling the head")
         head = self.model.get_output_embeddings()
         warm_up(
@@ -284,6 +282,17 @@ class Policy(nn.Module):
             self.rule,
             self.end_ids if bans_ends and self.end_ids else None,
         )
+
+    def _warm_up_layers(self) -> None:
+        """Train two short packs, of sequences with a context and without, and drop the gradients."""
+        rows = [np.arange(8), np.arange(8), np.arange(5)]
+        predictors = [np.arange(4, 7), np.arange(4, 7), np.arange(1, 4)]
+        for numbers in ([0, 1, 2], [2]):
+            pack = make_pack(numbers, rows, predictors, [0, 3, 6], self.device)
+            logprobs_N, _ = self(pack, torch.ones(len(pack.target_N), device=self.device))
+            logprobs_N.sum().backward()
+        for master in self._masters.values():
+            master.grad = None
 
     def train(self, mode: bool = True) -> Policy:
         """Turn training mode on only for checkpointed layers: the policy that sampled had no dropout."""
@@ -319,18 +328,10 @@ class Policy(nn.Module):
         lists = (module for module in self.modules() if isinstance(module, nn.ModuleList))
         return list(max(lists, key=_num_parameters))
 
-    def compile_layers(self) -> None:
-        """Fuse each block's small operations; one compilation serves all blocks and lengths."""
-        self._compiles = True
-        self.pack_sequences(self.packs)
-        for layer in self.layers:
-            layer.compile(dynamic=True)
-
     def cut(self, ranks: Ranks, path: str) -> None:
         """Keep this tensor rank's slice of the parameters; see `tensor_parallel.py`."""
         self.sharding = Sharding(ranks)
-        if self.device.type == "cuda":
-            self.pack_sequences(self.packs)  # separates q, k and v
+        plan: dict[str, str] = {}
         if ranks.tensor.size > 1:
             plan = tensor_plan(self.model.config, ranks.tensor.size, path)
             cut = cut_model(self.model, self.body, plan, self.sharding)
@@ -343,6 +344,16 @@ class Policy(nn.Module):
                 name: shape(name, parameter) for name, parameter in self.model.named_parameters()
             }
             self.sharding.stages = take_stage(self.model, self.body, ranks, shapes)
+        if self.packs and self.family is not None:
+            self._kernels = None
+            self._rank_decoder = RankDecoder.of(
+                self.model,
+                self.body,
+                self.family,
+                plan,
+                self.head_share,
+                is_last=self.sharding.stages.is_last,
+            )
 
     def split(self, dtype: torch.dtype) -> None:
         """Split what is left of the parameters over the data ranks, and compute in `dtype`."""
@@ -506,27 +517,16 @@ def _checkpointed(layer: nn.Module, call: Callable[..., Any], *inputs: Any) -> A
     return checkpoint(evaluate, *inputs, use_reentrant=False)
 
 
-def _layer_kernels() -> Any | None:
-    """The Triton kernels of layers; None: Triton is not installed."""
+def _kernels(masters: Mapping[int, nn.Parameter], *, divided: bool) -> tuple[Ops, Products]:
+    """The decoder's operations on a GPU; plain torch if Triton is not installed.
+
+    A divided model is multiplied by its modules, whose hooks talk to the other ranks.
+    """
     try:
-        from penstock.model.kernels import layer_kernels
+        from penstock.model.kernels.train_ops import TrainOps
     except ImportError:
-        return None
-    return layer_kernels
-
-
-def _layer_pass() -> Any:
-    """The module of whole layers, which needs Triton."""
-    from penstock.model.kernels import layer_pass
-
-    return layer_pass
-
-
-def _end_pass() -> Any:
-    """The module of head and embedding, which needs what `_layer_pass` needs."""
-    from penstock.model.kernels import end_pass
-
-    return end_pass
+        return TorchOps(), ModuleProducts()
+    return TrainOps(masters), ModuleProducts() if divided else TrainProducts(masters)
 
 
 def _num_parameters(module: nn.Module) -> int:

@@ -79,7 +79,7 @@ def take_snapshot(consumer: TrainerState, folder: Path) -> Callable[[], None]:
         if first:
             weights[name] = to_host(tensor)
     pieces = _own_pieces(consumer)
-    random_state = _random_state(consumer)
+    random_state = read_random_state(consumer)
     content: dict[str, Any] = {
         "format": FORMAT,
         "world": ranks.world,
@@ -125,7 +125,7 @@ def load_snapshot(consumer: TrainerState, folder: Path) -> None:
     consumer.loss_scale.load_state_dict(content["loss_scale"])
     if consumer.texts is not None:
         consumer.texts.cursor = content["ptx_cursor"]
-    _set_random_state(consumer, shards[ranks.rank if ranks.world == world else 0]["random"])
+    set_random_state(consumer, shards[ranks.rank if ranks.world == world else 0]["random"])
 
 
 def _shard_path(folder: Path, rank: int, world: int) -> Path:
@@ -166,14 +166,16 @@ def _save_model(consumer: TrainerState, weights: Tensors, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _random_state(consumer: TrainerState) -> Tensors:
+def read_random_state(consumer: TrainerState) -> Tensors:
+    """The states of the random number generators of the CPU and of the policy's GPU."""
     state = {"cpu": torch.get_rng_state()}
     if consumer.policy.device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(consumer.policy.device)
     return state
 
 
-def _set_random_state(consumer: TrainerState, state: Tensors) -> None:
+def set_random_state(consumer: TrainerState, state: Tensors) -> None:
+    """Set the generators to what `read_random_state` returned."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and consumer.policy.device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], consumer.policy.device)

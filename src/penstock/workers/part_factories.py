@@ -40,11 +40,13 @@ class TrainerService:
         sync: WeightSync,
         folder: ScratchFolder | None = None,
     ) -> None:
+        from penstock.model.arithmetic import explain_refusal
         from penstock.training.consumer import Consumer
         from penstock.weights.offload import explain_out_of_memory
 
         self._memory = partial(explain_out_of_memory, "trainer", _memory_advice(config))
-        with self._memory():
+        self._refusal = explain_refusal
+        with self._memory(), self._refusal():
             self._consumer = Consumer.from_config(config, total_steps=total_steps)
         self._sync, self._folder = sync, folder
         tell_stage("hashing the weights")
@@ -57,7 +59,7 @@ class TrainerService:
         step = self._consumer.policy_version + 1
         if batch.step != step:
             raise WrongStep(f"trainer: got a batch of step {batch.step}, allowed: step {step}")
-        with self._memory():
+        with self._memory(), self._refusal():
             report = self._consumer.train(batch)
         self._digest = report.digest
         return report

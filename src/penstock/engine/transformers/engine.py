@@ -33,6 +33,7 @@ from penstock.engine.transformers.mailbox import Burst, Inbox, Order, Replies, R
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.engine.transformers.sequences import Finished, Runner, Sequence, TextOf
 from penstock.errors import EngineError, PenstockError, UserError
+from penstock.model.arithmetic import use_arithmetic
 from penstock.model.loading import add_end_ids, load_causal_lm
 from penstock.types import WeightHandle
 from penstock.waits import tell_stage
@@ -239,6 +240,7 @@ class TransformersEngine:
         torch.set_num_threads(self._options.threads)
         with _LOADING:
             model = self._load()
+        use_arithmetic(self._options.arithmetic, model)
         tell_stage("hashing the weights")
         self._digest = model_digest(model)
         tell_stage("preparing to decode")

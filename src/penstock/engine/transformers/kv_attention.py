@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from penstock.errors import UserError
 from penstock.model.attention import AttentionCall, OneSequence, Step
+from penstock.model.families import Family
 
 IMPLEMENTATION = "penstock"
 
@@ -67,11 +68,6 @@ def running(step: Step) -> Iterator[None]:
         _current.step = None
 
 
-def current_step() -> Step | None:
-    """The step of this thread's forward pass."""
-    return _current.step
-
-
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -105,6 +101,16 @@ class KVShape:
     key_size: int
     value_size: int
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, family: Family, dtype: torch.dtype) -> KVShape:
+        return cls(
+            layers=len(family.layers),
+            heads=family.kv_heads,
+            key_size=family.head_size,
+            value_size=family.head_size,
+            dtype=dtype,
+        )
 
     @property
     def bytes_per_token(self) -> int:

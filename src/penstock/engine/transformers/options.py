@@ -78,6 +78,7 @@ class TransformersOptions:
     tokenizer: str = ""
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    arithmetic: str = "deterministic"
     trust_remote_code: bool = False
     max_slots: int = CPU_SLOTS  # 0: chosen from the GPU's memory and `load`
     load: Load = field(default_factory=Load)
@@ -85,7 +86,7 @@ class TransformersOptions:
     # [engine.options]
     max_tokens_in_flight: int = 0  # prompts and responses; 0: as slots and memory can hold
     prefill_rows: int = 0  # most prompt tokens to prefill in one step; 0: chosen by the device
-    fuse: bool = True  # one matrix product for q, k, v and one for gate, up
+    fuse: bool = True  # run the decoder of the model's family, not the model's own code
     pack: bool = True  # on a CPU: keep a second copy of the weights in its library's layout
     cuda_graphs: bool = True
     kv_memory_share: float = 0.6  # share of the device's free memory for keys and values
@@ -115,6 +116,7 @@ class TransformersOptions:
             tokenizer=config.model.tokenizer or path,
             dtype=compute_dtype(config.model, device),
             device=str(device),
+            arithmetic=config.model.arithmetic,
             trust_remote_code=config.model.trust_remote_code,
             max_slots=config.engine.max_slots or (0 if device.type == "cuda" else CPU_SLOTS),
             load=Load.of(config, index, torch.cuda.device_count()),

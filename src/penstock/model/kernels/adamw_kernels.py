@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from penstock.model.kernels.sizes import cdiv
 from penstock.model.transfer import to_device
 
 _CHUNK = 8192  # elements of a program
@@ -86,7 +87,7 @@ class AdamWStep:
         self._device = self._parameters[0].device
         self._kind = next(iter(_kinds(self._rounded)), tl.bfloat16)
         self._decay = torch.tensor(decay, dtype=torch.float32, device=self._device)
-        counts = [triton.cdiv(parameter.numel(), _CHUNK) for parameter in self._parameters]
+        counts = [cdiv(parameter.numel(), _CHUNK) for parameter in self._parameters]
         tensor = np.repeat(np.arange(len(counts)), counts)
         chunk = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
         chunks = np.stack([tensor, chunk], axis=1).astype(np.int32)

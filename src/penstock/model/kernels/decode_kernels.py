@@ -1,25 +1,28 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton kernels of a decode step: storing keys and values, attention over regions, and sampling.
+"""Triton kernels of a decode step: looking up its rows, storing keys and values, attention over regions, and sampling.
 
-`decode_reference.py` computes the same in plain torch, and tests compare the two. Imported only if CUDA and
-Triton are present. Attention reads each key and value once for all query heads of a group; sampling reads
-the logits once, plus the block of the sampled token.
+`decode_reference.py` computes attention and sampling in plain torch, and tests compare the two. Imported only if
+CUDA and Triton are present. Attention reads each key and value once for all query heads of a group; sampling
+reads the logits once, plus the block of the sampled token.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from penstock.model.kernels.row_kernels import overlapped, wait_for_last
+from penstock.model.kernels.row_tiles import MOST_SPLITS, PROGRAMS, Norm, count_splits
+from penstock.model.kernels.sizes import cdiv, next_power_of_2
 
-_PROGRAMS = 512  # attention programs that are enough to fill the device
-_MOST_SPLITS = 32  # of a context
+_ATTEND = {"num_warps": 2, "num_stages": 2}
+_BLOCK_BYTES = 16384  # of keys and values that a program reads at once
 _FEW_STORED = 1024  # rows, each by a program of its own
 _STORED = 2048  # numbers per program if there are more
+_TURNED = 2048  # numbers of heads per program that turns them
 _COLUMNS = 4096  # logits per program of the first sampling pass
 
 
@@ -89,6 +92,7 @@ def _attend(
     else:
         tl.store(Peak + at, best, mask=member < GROUP)
         tl.store(Total + at, total, mask=member < GROUP)
+        inside = inside & (begin < length)  # the last parts of a short context are empty
     tl.store(
         Output + at[:, None] * VALUE + value_at[None, :],
         mixed.to(Output.dtype.element_ty),
@@ -113,7 +117,7 @@ def _join(
         total += tl.exp(tl.load(Sink + at % HEADS).to(tl.float32) - best)
     part = tl.load(
         Part + (at * splits + split)[:, None] * VALUE + value_at[None, :],
-        mask=(split < splits)[:, None] & (value_at < VALUE)[None, :],
+        mask=(weight > 0.0)[:, None] & (value_at < VALUE)[None, :],
         other=0.0,
     )
     mixed = tl.sum(part * weight[:, None], 0) / total
@@ -132,27 +136,31 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     sink_H: torch.Tensor | None = None,
+    programs: int = PROGRAMS,
 ) -> torch.Tensor:
     """Attend from each row to the `length` tokens of its region at `start`; return [B, H, D].
 
     A small batch cannot fill the device with one program per row and kv head: its contexts are split
-    among several programs, and a second kernel joins their results.
+    among several programs, until there are `programs`, and a second kernel joins their results.
     """
     rows, heads, key_size = query_BHD.shape
     kv_heads, value_size = keys_TGD.shape[1], values_TGD.shape[2]
     assert query_BHD.stride(2) == 1
     assert keys_TGD.is_contiguous()
     assert values_TGD.is_contiguous()
-    splits = 1
-    while splits < _MOST_SPLITS and rows * kv_heads * splits < _PROGRAMS:
-        splits *= 2
+    key_pad, value_pad = (max(16, next_power_of_2(n)) for n in (key_size, value_size))
+    splits = count_splits(rows * kv_heads, programs)
+    per_token = (key_pad + value_pad) * keys_TGD.element_size()
+    fit = 1 << (max(1, _BLOCK_BYTES // per_token).bit_length() - 1)  # a power of two
+    block = max(16, min(64, fit))
+    if window is not None:  # no part is shorter than a block
+        splits = min(splits, next_power_of_2(cdiv(window, block)))
     output = query_BHD.new_empty(rows, heads, value_size)
     part, peak, total = output, output, output
     if splits > 1:
         part = query_BHD.new_empty((rows, heads, splits, value_size), dtype=torch.float32)
         peak, total = query_BHD.new_empty((2, rows, heads, splits), dtype=torch.float32)
     group, sinks = heads // kv_heads, output if sink_H is None else sink_H
-    value_pad = max(16, triton.next_power_of_2(value_size))
     how = overlapped(query_BHD.device)
     attend: Any = _attend
     attend[(rows, kv_heads, splits)](
@@ -160,15 +168,16 @@ def decode_attention(
         scale, window if window is not None else 1 << 30, softcap or 1.0,
         query_BHD.stride(0), query_BHD.stride(1), splits, HEADS=heads,
         CAPPED=softcap is not None, SINKS=sink_H is not None,
-        KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
-        KEY=key_size, KEY_PAD=max(16, triton.next_power_of_2(key_size)), VALUE=value_size,
-        VALUE_PAD=value_pad, BLOCK=64, WHOLE=splits == 1, num_warps=4, num_stages=3, **how,
+        KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, next_power_of_2(group)),
+        KEY=key_size, KEY_PAD=key_pad, VALUE=value_size, VALUE_PAD=value_pad, BLOCK=block,
+        WHOLE=splits == 1, **_ATTEND, **how,
     )  # fmt: skip
     if splits > 1:
         join: Any = _join
         join[(rows * heads,)](
             part, peak, total, sinks, output, splits, HEADS=heads, SINKS=sink_H is not None,
-            VALUE=value_size, VALUE_PAD=value_pad, MOST=_MOST_SPLITS, num_warps=1, **how,
+            VALUE=value_size, VALUE_PAD=value_pad, MOST=MOST_SPLITS,
+            num_warps=max(1, value_pad // 64), **how,
         )  # fmt: skip
     return output
 
@@ -215,10 +224,10 @@ def store_rows(
     """
     heads, key_size, value_size = key.shape[1], key.shape[3], value.shape[3]
     assert key.stride(3) == value.stride(3) == 1
-    count, pads = len(target_S), [triton.next_power_of_2(heads * n) for n in (key_size, value_size)]
+    count, pads = len(target_S), [next_power_of_2(heads * n) for n in (key_size, value_size)]
     rows = max(1, _STORED // max(pads)) if count > _FEW_STORED else 1
     kernel: Any = _store
-    kernel[(triton.cdiv(count, rows),)](
+    kernel[(cdiv(count, rows),)](
         key, value, keys_TGD, values_TGD, source_S, target_S, count,
         key.stride(2), key.stride(1), value.stride(2), value.stride(1), HEADS=heads,
         KEY=key_size, KEY_PAD=pads[0], VALUE=value_size, VALUE_PAD=pads[1], ROWS=rows, num_warps=4,
@@ -226,73 +235,113 @@ def store_rows(
 
 
 @triton.jit
-def _rotate_store(
-    Product, Query, Keys, Values, Cos, Sin, Target, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
-    KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, PDL: tl.constexpr,
+def _turn_heads(
+    Product, Query, Keys, Values, Target, Cos, Sin, QueryNorm, KeyNorm, eps, turn_row,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, AT_ONCE: tl.constexpr, TURNS: tl.constexpr,
+    NORMED: tl.constexpr, OFFSET: tl.constexpr, STORES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # A program norms and turns some heads of a row. Value heads, the last ones, stay as they are.
     wait_for_last(PDL)
-    # One program per row: query and key heads are turned, key and value heads stored in the cache.
     row = tl.program_id(0).to(tl.int64)
-    head, at = tl.arange(0, HEADS_PAD)[:, None], tl.arange(0, HALF_PAD)[None, :]
-    inside = (head < HEADS + KV_HEADS) & (at < HALF)
-    source = Product + (row * (HEADS + 2 * KV_HEADS) + head) * 2 * HALF + at
-    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
-    turn, part = row * 2 * HALF + at, at < HALF
-    cos_low = tl.load(Cos + turn, mask=part, other=0.0).to(tl.float32)
-    cos_high = tl.load(Cos + turn + HALF, mask=part, other=0.0).to(tl.float32)
-    sin_low = tl.load(Sin + turn, mask=part, other=0.0).to(tl.float32)
-    sin_high = tl.load(Sin + turn + HALF, mask=part, other=0.0).to(tl.float32)
-    kind = Query.dtype.element_ty
-    new_low = (low * cos_low - high * sin_low).to(kind)
-    new_high = (high * cos_high + low * sin_high).to(kind)
-    target = Query + (row * HEADS + head) * 2 * HALF + at
-    tl.store(target, new_low, mask=inside & (head < HEADS))
-    tl.store(target + HALF, new_high, mask=inside & (head < HEADS))
-    place = tl.load(Target + row).to(tl.int64) * KV_HEADS
-    target = Keys + (place + head - HEADS) * 2 * HALF + at
-    tl.store(target, new_low, mask=inside & (head >= HEADS))
-    tl.store(target + HALF, new_high, mask=inside & (head >= HEADS))
-    is_value = (head < KV_HEADS) & (at < HALF)
-    source = Product + (row * (HEADS + 2 * KV_HEADS) + HEADS + KV_HEADS + head) * 2 * HALF + at
-    target = Values + (place + head) * 2 * HALF + at
-    tl.store(target, tl.load(source, mask=is_value, other=0.0), mask=is_value)
-    tl.store(target + HALF, tl.load(source + HALF, mask=is_value, other=0.0), mask=is_value)
+    head = (tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE))[:, None]
+    at, rest_at = tl.arange(0, HALF_PAD)[None, :], 2 * HALF + tl.arange(0, REST_PAD)[None, :]
+    turns, stored = head < HEADS + KV_HEADS, head < HEADS + 2 * KV_HEADS
+    inside, inside_rest = stored & (at < HALF), stored & (rest_at < SIZE)
+    kind = Product.dtype.element_ty
+    source = Product + (row * (HEADS + 2 * KV_HEADS) + head) * SIZE
+    low = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF + at, mask=inside, other=0.0).to(tl.float32)
+    rest = low
+    if 2 * HALF < SIZE:
+        rest = tl.load(source + rest_at, mask=inside_rest, other=0.0).to(tl.float32)
+    if NORMED:
+        square = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+        if 2 * HALF < SIZE:
+            square += tl.sum(rest * rest, 1)
+        inverse = tl.rsqrt(square / SIZE + eps)[:, None]
+        low = _head_norm(low, inverse, QueryNorm, KeyNorm, at, at < HALF, head, HEADS, KV_HEADS, OFFSET, kind)  # fmt: skip
+        high = _head_norm(high, inverse, QueryNorm, KeyNorm, HALF + at, at < HALF, head, HEADS, KV_HEADS, OFFSET, kind)  # fmt: skip
+        if 2 * HALF < SIZE:
+            rest = _head_norm(rest, inverse, QueryNorm, KeyNorm, rest_at, rest_at < SIZE, head, HEADS, KV_HEADS, OFFSET, kind)  # fmt: skip
+    if TURNS:
+        cos = tl.load(Cos + row * turn_row + at, mask=at < HALF, other=0.0).to(tl.float32)
+        sin = tl.load(Sin + row * turn_row + HALF + at, mask=at < HALF, other=0.0).to(tl.float32)
+        turned = tl.where(turns, low * cos - high * sin, low)
+        high = tl.where(turns, high * cos + low * sin, high)
+        low = turned
+    if STORES:
+        place = tl.load(Target + row).to(tl.int64) * KV_HEADS
+        _store_head(Query + (row * HEADS + head) * SIZE, low, high, rest, at, rest_at, inside & (head < HEADS), inside_rest & (head < HEADS), SIZE, HALF, kind)  # fmt: skip
+        is_key = turns & (head >= HEADS)
+        _store_head(Keys + (place + head - HEADS) * SIZE, low, high, rest, at, rest_at, inside & is_key, inside_rest & is_key, SIZE, HALF, kind)  # fmt: skip
+        is_value = head >= HEADS + KV_HEADS
+        _store_head(Values + (place + head - HEADS - KV_HEADS) * SIZE, low, high, rest, at, rest_at, inside & is_value, inside_rest & is_value, SIZE, HALF, kind)  # fmt: skip
+    else:
+        _store_head(source, low, high, rest, at, rest_at, inside & turns, inside_rest & turns, SIZE, HALF, kind)  # fmt: skip
 
 
-def rotate_store(
+@triton.jit
+def _head_norm(
+    x, inverse, QueryNorm, KeyNorm, at, inside, head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    OFFSET: tl.constexpr, kind: tl.constexpr,
+):  # fmt: skip
+    query = tl.load(QueryNorm + at, mask=inside, other=0.0).to(tl.float32)
+    key = tl.load(KeyNorm + at, mask=inside, other=0.0).to(tl.float32)
+    normed = (x * inverse * (tl.where(head < HEADS, query, key) + OFFSET)).to(kind).to(tl.float32)
+    return tl.where(head < HEADS + KV_HEADS, normed, x)
+
+
+@triton.jit
+def _store_head(
+    target, low, high, rest, at, rest_at, inside, inside_rest, SIZE: tl.constexpr,
+    HALF: tl.constexpr, kind: tl.constexpr,
+):  # fmt: skip
+    tl.store(target + at, low.to(kind), mask=inside)
+    tl.store(target + HALF + at, high.to(kind), mask=inside)
+    if 2 * HALF < SIZE:
+        tl.store(target + rest_at, rest.to(kind), mask=inside_rest)
+
+
+def turn_heads(
     product_BN: torch.Tensor,
-    cos_BD: torch.Tensor,
-    sin_BD: torch.Tensor,
-    keys_TGD: torch.Tensor,
-    values_TGD: torch.Tensor,
-    target_B: torch.Tensor,
+    sizes: tuple[int, int, int],
+    turn: tuple[torch.Tensor, torch.Tensor] | None,
+    norms: tuple[Norm, Norm] | None,
+    cache: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """The turned query heads [B, H, D] of a product of q, k and v; store k, turned, and v.
+    """Norm and turn the query and key heads of a product of q, k and v; `sizes` are heads, kv heads, head size.
 
-    Row i is stored at token `target_B[i]`.
+    With a cache (keys and values [T, G, D], and the token of each row there), store keys and values and return
+    the queries [B, H, D]; else turn in place and return the product. `turn` holds cosines and signed sines [rows, 1, turned size]: the first numbers of a head
+    turn in halves; None: none turn.
     """
-    kv_heads, size = keys_TGD.shape[1:]
-    heads = product_BN.shape[1] // size - 2 * kv_heads
+    (heads, kv_heads, size), rows = sizes, len(product_BN)
+    turned = size if turn is None else turn[0].shape[-1]
     assert product_BN.is_contiguous()
-    assert keys_TGD.is_contiguous()
-    assert values_TGD.is_contiguous()
-    assert cos_BD.is_contiguous()
-    assert sin_BD.is_contiguous()
-    query_BHD = product_BN.new_empty(len(product_BN), heads, size)
-    kernel: Any = _rotate_store
-    kernel[(len(product_BN),)](
-        product_BN, query_BHD, keys_TGD, values_TGD, cos_BD, sin_BD, target_B, HEADS=heads,
-        HEADS_PAD=triton.next_power_of_2(heads + kv_heads), KV_HEADS=kv_heads, HALF=size // 2,
-        HALF_PAD=triton.next_power_of_2(size // 2), num_warps=4, **overlapped(product_BN.device),
+    query = product_BN if cache is None else product_BN.new_empty(rows, heads, size)
+    keys, values, target = (query, query, query) if cache is None else cache
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    cos, sin = (query, query) if turn is None else turn
+    query_norm, key_norm = (Norm(query, 0.0),) * 2 if norms is None else norms
+    at_once = max(1, _TURNED // next_power_of_2(size))
+    kernel: Any = _turn_heads
+    kernel[(rows, cdiv(heads + 2 * kv_heads, at_once))](
+        product_BN, query, keys, values, target, cos, sin, query_norm.weight, key_norm.weight,
+        query_norm.epsilon, cos.stride(0), HEADS=heads, KV_HEADS=kv_heads, SIZE=size,
+        HALF=turned // 2, HALF_PAD=next_power_of_2(turned // 2),
+        REST_PAD=next_power_of_2(max(1, size - turned)), AT_ONCE=at_once,
+        TURNS=turn is not None, NORMED=norms is not None, OFFSET=query_norm.offset,
+        STORES=cache is not None, num_warps=4, **overlapped(product_BN.device),
     )  # fmt: skip
-    return query_BHD
+    return query
 
 
 @triton.jit
 def _open_rows(
-    Slot, Token, Position, Start, Embedding, CosTable, SinTable, X, Cos, Sin, StartOut, Target,
-    Length, POSITIONS, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, SIZE: tl.constexpr,
+    Slot, Token, Position, Start, Embedding, Table, X, Turn, StartOut, Target, Length, scale,
+    POSITIONS, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -303,35 +352,42 @@ def _open_rows(
     tl.store(Target + row, start + position)
     tl.store(Length + row, position + 1)
     at = tl.arange(0, WIDTH_PAD)
-    x = tl.load(Embedding + token * WIDTH + at, mask=at < WIDTH, other=0.0)
-    tl.store(X + row * WIDTH + at, x, mask=at < WIDTH)
+    x = tl.load(Embedding + token * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32) * scale
+    tl.store(X + row * WIDTH + at, x.to(X.dtype.element_ty), mask=at < WIDTH)
     at = tl.arange(0, SIZE_PAD)
-    turn = tl.minimum(position, POSITIONS - 1) * SIZE + at
-    tl.store(Cos + row * SIZE + at, tl.load(CosTable + turn, mask=at < SIZE), mask=at < SIZE)
-    tl.store(Sin + row * SIZE + at, tl.load(SinTable + turn, mask=at < SIZE), mask=at < SIZE)
+    turn = tl.load(Table + tl.minimum(position, POSITIONS - 1) * SIZE + at, mask=at < SIZE)
+    tl.store(Turn + row * SIZE + at, turn, mask=at < SIZE)
+
+
+class OpenRows(NamedTuple):
+    """What a decode step needs of its rows."""
+
+    x_BD: torch.Tensor  # embeddings
+    turn_BW: torch.Tensor  # rows of the table of rotations
+    start_B: torch.Tensor  # of the region
+    target_B: torch.Tensor  # token of the pool
+    length_B: torch.Tensor  # tokens to see
 
 
 def open_rows(
     slot_B: torch.Tensor,
     state: Any,
     embedding_VD: torch.Tensor,
-    cos_PD: torch.Tensor,
-    sin_PD: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a step needs of its rows: x, cos, sin, start, target and length."""
-    rows, width, size = len(slot_B), embedding_VD.shape[1], cos_PD.shape[1]
+    scale: float,
+    turn_PW: torch.Tensor,
+) -> OpenRows:
+    """Look up the slots' tokens and positions, scaled embeddings and rotations."""
+    rows, width, size = len(slot_B), embedding_VD.shape[1], turn_PW.shape[1]
     assert embedding_VD.is_contiguous()
-    x_BD = embedding_VD.new_empty(rows, width)
-    cos_BD, sin_BD = embedding_VD.new_empty(2, rows, size)
-    start_B, target_B, length_B = slot_B.new_empty(3, rows)
+    x_BD, turn_BW = embedding_VD.new_empty(rows, width), turn_PW.new_empty(rows, size)
+    places = slot_B.new_empty(3, rows).unbind()
     kernel: Any = _open_rows
     kernel[(rows,)](
-        slot_B, state.token, state.position, state.start, embedding_VD, cos_PD, sin_PD, x_BD,
-        cos_BD, sin_BD, start_B, target_B, length_B, len(cos_PD), WIDTH=width,
-        WIDTH_PAD=triton.next_power_of_2(width), SIZE=size,
-        SIZE_PAD=triton.next_power_of_2(size), num_warps=4,
+        slot_B, state.token, state.position, state.start, embedding_VD, turn_PW, x_BD, turn_BW,
+        *places, scale, len(turn_PW), WIDTH=width, WIDTH_PAD=next_power_of_2(width),
+        SIZE=size, SIZE_PAD=next_power_of_2(size), num_warps=4,
     )  # fmt: skip
-    return x_BD, cos_BD, sin_BD, start_B, target_B, length_B
+    return OpenRows(x_BD, turn_BW, *places)
 
 
 @triton.jit(do_not_specialize=["by"])
@@ -372,7 +428,7 @@ def next_rows(
     kernel[(rows,)](
         logits_BV, slot_B, state.index, state.position, state.min_index, state.stops, state.key,
         state.temperature, key_B, index_B, temperature_B, logits_BV.stride(0), by,
-        len(state.index) - 1, STOPS=stops, STOPS_PAD=triton.next_power_of_2(stops), num_warps=1,
+        len(state.index) - 1, STOPS=stops, STOPS_PAD=next_power_of_2(stops), num_warps=1,
         **overlapped(slot_B.device),
     )  # fmt: skip
     return key_B, index_B, temperature_B
@@ -470,7 +526,7 @@ def sample_rows(
     A row whose logits are no distribution (NaN, +inf, or none finite) gets log-prob NaN.
     """
     rows, vocabulary = logits_BV.shape
-    blocks = triton.cdiv(vocabulary, _COLUMNS)
+    blocks = cdiv(vocabulary, _COLUMNS)
     peak, mass = logits_BV.new_empty((2, rows, blocks), dtype=torch.float32)
     best = torch.empty(rows, blocks, dtype=torch.int32, device=logits_BV.device)
     token = torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
@@ -485,6 +541,6 @@ def sample_rows(
     pick[(rows,)](
         logits_BV, key_B, index_B, temperature_B, peak, mass, best, token, logprob,
         logits_BV.stride(0), vocabulary, blocks,
-        BLOCKS_PAD=triton.next_power_of_2(blocks), COLUMNS=_COLUMNS, num_warps=8, **how,
+        BLOCKS_PAD=next_power_of_2(blocks), COLUMNS=_COLUMNS, num_warps=8, **how,
     )  # fmt: skip
     return token, logprob

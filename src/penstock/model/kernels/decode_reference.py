@@ -1,4 +1,4 @@
-"""The GPU kernels in plain torch: their specification in tests, and their fallback without Triton."""
+"""Attention and sampling of a decode step in plain torch: the specification of the kernels, and their fallback without Triton."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     sink_H: torch.Tensor | None = None,
+    programs: int = 0,
 ) -> torch.Tensor:
     """Attend from each row to the `length` tokens of its region at `start`; return [B, H, D]."""
     longest = int(length_B.max())
@@ -93,37 +94,3 @@ def sample_rows(
     token_B = (ends_BV <= target_B[:, None]).sum(dim=-1).clamp_max(logits_BV.shape[1] - 1)
     token_B = torch.where(greedy_B, logprobs_BV.argmax(dim=-1), token_B)
     return token_B, logprobs_BV.gather(1, token_B[:, None])[:, 0]
-
-
-def rotate_store(
-    product_BN: torch.Tensor,
-    cos_BD: torch.Tensor,
-    sin_BD: torch.Tensor,
-    keys_TGD: torch.Tensor,
-    values_TGD: torch.Tensor,
-    target_B: torch.Tensor,
-) -> torch.Tensor:
-    """The turned query heads [B, H, D] of a product of q, k and v; store k, turned, and v."""
-    kv_heads, size = keys_TGD.shape[1:]
-    every_BHD = product_BN.unflatten(1, (-1, size))
-    turned_BHD, value_BGD = every_BHD[:, :-kv_heads].float(), every_BHD[:, -kv_heads:]
-    low, high = turned_BHD.chunk(2, dim=-1)
-    cos_B1D, sin_B1D = cos_BD[:, None].float(), sin_BD[:, None].float()
-    turned_BHD = turned_BHD * cos_B1D + torch.cat([-high, low], dim=-1) * sin_B1D
-    turned_BHD = turned_BHD.to(product_BN.dtype)
-    keys_TGD[target_B], values_TGD[target_B] = turned_BHD[:, -kv_heads:], value_BGD
-    return turned_BHD[:, :-kv_heads]
-
-
-def open_rows(
-    slot_B: torch.Tensor,
-    state: Any,
-    embedding_VD: torch.Tensor,
-    cos_PD: torch.Tensor,
-    sin_PD: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a step needs of its rows: x, cos, sin, start, target and length."""
-    position_B, start_B = state.position[slot_B], state.start[slot_B]
-    turn_B = position_B.clamp_max(len(cos_PD) - 1)
-    x_BD = embedding_VD[state.token[slot_B]]
-    return x_BD, cos_PD[turn_B], sin_PD[turn_B], start_B, start_B + position_B, position_B + 1

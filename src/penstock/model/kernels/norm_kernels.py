@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""The backward pass of an RMS norm as one Triton kernel and a small sum, and a norm of a sum.
+"""RMS norms as Triton kernels: forward, also with a residual behind it, and backward with a small sum.
 
-torch reads the inputs twice, once for the gradient of the input and once, slowly, for that of the weight.
-The forward pass of a norm is torch's own, and so the engine's (`norms.py`). A norm of the residual sum
-(`add_rms_norm`) rounds where the two plain operations round.
+torch reads the inputs of the backward pass twice, once for the gradient of the input and once, slowly, for that of
+the weight. A norm rounds once, as the engine's does; sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -14,51 +13,53 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.model.kernels.sizes import cdiv, next_power_of_2
+
 _PROGRAMS = 528  # four for each processor of a large GPU
 _ELEMENTS = 4096  # of the rows that a program holds at once
 _BACK_ELEMENTS = 2048  # of them in the backward pass, which holds the next rows too
 LARGEST = 8192  # width of a row
 
 
-@triton.jit
-def _add_norm(
-    X, Added, Weight, Sum, Out, Inverse, eps, rows,
-    WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit(do_not_specialize=["rows"])
+def _norm(
+    X, Weight, Residual, Out, Inverse, eps, scale, rows, WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr, ROWS: tl.constexpr, ONE: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     row, at = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH_PAD)
     inside = at < WIDTH
     mask = (row < rows)[:, None] & inside[None, :]
     place = row[:, None].to(tl.int64) * WIDTH + at[None, :]
-    kind = Sum.dtype.element_ty
-    total = tl.load(X + place, mask=mask, other=0.0).to(tl.float32)
-    total += tl.load(Added + place, mask=mask, other=0.0).to(tl.float32)
-    total = total.to(kind)
-    tl.store(Sum + place, total, mask=mask)
-    total = total.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(total * total, 1) / WIDTH + eps)
+    kind = Out.dtype.element_ty
+    x = tl.load(X + place, mask=mask, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)
     tl.store(Inverse + row, inverse, mask=row < rows)
-    weight = tl.load(Weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    tl.store(Out + place, (total * inverse[:, None] * weight).to(kind), mask=mask)
+    weight = tl.load(Weight + at, mask=inside, other=0.0).to(tl.float32)[None, :] + ONE
+    normed = (x * inverse[:, None] * weight).to(kind)
+    if ADDS:
+        added = (normed.to(tl.float32) * scale).to(kind).to(tl.float32)
+        normed = (tl.load(Residual + place, mask=mask, other=0.0).to(tl.float32) + added).to(kind)
+    tl.store(Out + place, normed, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "programs"])
 def _back(
-    Grad, X, Weight, Inverse, Added, XGrad, Partial, rows, WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr, ADDS: tl.constexpr,
+    Grad, X, Weight, Inverse, Added, XGrad, Partial, rows, programs, WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr, ROWS: tl.constexpr, ADDS: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     at = tl.arange(0, WIDTH_PAD)
     inside = at < WIDTH
-    weight = tl.load(Weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    weight = tl.load(Weight + at, mask=inside, other=0.0).to(tl.float32)[None, :] + ONE
     total = tl.zeros((ROWS, WIDTH_PAD), tl.float32)  # of the weight's gradient
     row = program * ROWS + tl.arange(0, ROWS)
     mask = (row < rows)[:, None] & inside[None, :]
     place = row[:, None].to(tl.int64) * WIDTH + at[None, :]
     grad, x = tl.load(Grad + place, mask=mask, other=0.0), tl.load(X + place, mask=mask, other=0.0)
     inverse = tl.load(Inverse + row, mask=row < rows, other=0.0)
-    for _ in range(program * ROWS, rows, PROGRAMS * ROWS):
+    for _ in range(program * ROWS, rows, programs * ROWS):
         # The next rows are on their way while these are summed up.
-        next_row = row + PROGRAMS * ROWS
+        next_row = row + programs * ROWS
         next_mask = (next_row < rows)[:, None] & inside[None, :]
         next_place = next_row[:, None].to(tl.int64) * WIDTH + at[None, :]
         next_grad = tl.load(Grad + next_place, mask=next_mask, other=0.0)
@@ -81,19 +82,28 @@ def _back(
     tl.store(Partial + program * WIDTH + at, tl.sum(total, 0), mask=inside)
 
 
-def add_rms_norm(
-    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x + added, its norm, and 1 / root mean square of each row; all inputs are contiguous."""
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    adds_one: bool = False,
+    residual: torch.Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of each row, and 1 / root mean square; or residual + scale x norm. All inputs are contiguous."""
+    if residual is None and not adds_one:  # rounded once too, and launched in less time
+        return torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
     rows, width, pad, at_once = _shape(x, weight)
-    total, output = torch.empty_like(x), torch.empty_like(x)
+    output = torch.empty_like(x)
     inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
-    kernel: Any = _add_norm
-    kernel[(triton.cdiv(rows, at_once),)](
-        x, added, weight, total, output, inverse, eps, rows, WIDTH=width, WIDTH_PAD=pad,
-        ROWS=at_once, num_warps=4 if pad <= _ELEMENTS else 8,
+    kernel: Any = _norm
+    kernel[(cdiv(rows, at_once),)](
+        x, weight, x if residual is None else residual, output, inverse, eps, scale, rows,
+        WIDTH=width, WIDTH_PAD=pad, ROWS=at_once, ONE=int(adds_one),
+        ADDS=residual is not None, num_warps=4 if pad <= _ELEMENTS else 8,
     )  # fmt: skip
-    return total, output, inverse
+    return output, inverse
 
 
 def norm_gradients(
@@ -102,46 +112,25 @@ def norm_gradients(
     weight: torch.Tensor,
     inverse: torch.Tensor,
     added: torch.Tensor | None = None,
+    *,
+    adds_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of x, plus `added`, and of the weight, in float32; all are contiguous."""
     rows, width, pad, _ = _shape(x, weight)
     at_once = max(1, _BACK_ELEMENTS // pad)
     x_grad = torch.empty_like(x)
-    programs = min(_PROGRAMS, triton.cdiv(rows, at_once))
+    programs = max(1, min(_PROGRAMS, cdiv(rows, at_once)))
     partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     kernel: Any = _back
     kernel[(programs,)](
-        grad, x, weight, inverse, grad if added is None else added, x_grad, partial, rows,
-        WIDTH=width, WIDTH_PAD=pad, ROWS=at_once, PROGRAMS=programs, ADDS=added is not None,
-        num_warps=4 if pad <= _ELEMENTS else 8,
+        grad, x, weight, inverse, grad if added is None else added, x_grad, partial, rows, programs,
+        WIDTH=width, WIDTH_PAD=pad, ROWS=at_once, ADDS=added is not None,
+        ONE=int(adds_one), num_warps=4 if pad <= _ELEMENTS else 8,
     )  # fmt: skip
     return x_grad, partial.sum(0)
 
 
 def _shape(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int, int]:
     """(rows, width, width of a block, rows that a program holds at once)."""
-    pad = triton.next_power_of_2(len(weight))
+    pad = next_power_of_2(len(weight))
     return x.numel() // len(weight), len(weight), pad, max(1, _ELEMENTS // pad)
-
-
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        output, inverse = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
-        ctx.save_for_backward(x, weight, inverse)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x, weight, inverse = ctx.saved_tensors
-        x_grad, weight_grad = norm_gradients(grads[0].contiguous(), x, weight, inverse.contiguous())
-        return x_grad, weight_grad.to(weight.dtype), None
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """torch's `rms_norm` of the last dimension; its backward pass is one kernel where it can be."""
-    fits = weight.ndim == 1 and len(weight) <= LARGEST and x.is_contiguous()
-    if not fits or x.dtype != weight.dtype or not x.numel():
-        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-    output: torch.Tensor = _RmsNorm.apply(x, weight, eps)
-    return output

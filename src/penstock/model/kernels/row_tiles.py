@@ -1,4 +1,4 @@
-"""Which products of a decode step run as kernels of `row_kernels.py`, and how each is cut.
+"""Which products of a decode step run as kernels of `row_kernels.py`, and how they and attention are cut.
 
 The rule follows measurements on one H200. Weights are read once for every 16 rows, and the programs of a large weight
 run one after another: there the library's products win.
@@ -11,6 +11,14 @@ from typing import Literal, NamedTuple
 import torch
 
 Product = Literal["heads", "out", "gate", "down"]
+
+
+class Norm(NamedTuple):
+    """An RMS norm: x over its root mean square, times weight + offset; rounded once."""
+
+    weight: torch.Tensor
+    epsilon: float
+    offset: float = 0.0
 
 
 class Tiles(NamedTuple):
@@ -37,3 +45,15 @@ def choose(product: Product, x_BK: torch.Tensor, weight_NK: torch.Tensor) -> Til
     if rows <= 16 and product == "down" and inputs <= 5 * _PART:
         return Tiles(columns=8, warps=8)
     return None
+
+
+PROGRAMS = 1024  # of attention: they fill the device, and parts of long contexts end close together
+MOST_SPLITS = 16  # of a context
+
+
+def count_splits(contexts: int, programs: int = PROGRAMS) -> int:
+    """Into how many parts contexts are split so that there are as many programs."""
+    splits = 1
+    while splits < MOST_SPLITS and contexts * splits < programs:
+        splits *= 2
+    return splits

@@ -3,18 +3,17 @@
 Follows the plan that transformers has for the architecture. A `colwise` layer has a slice of the outputs,
 a `rowwise` layer a slice of the inputs and a partial sum of the outputs; between the two no rank needs
 another. The embedding and the head are cut by the vocabulary (`logprobs.py` scores tokens with a
-slice of it). Layers keep their classes and names; hooks around them talk to the other ranks.
+slice of it). Layers keep their names; hooks around them, and `RowSlice`, talk to the other ranks.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn import functional
 
 from penstock.errors import UserError
 from penstock.model.parallel_plan import COLUMNS, GATHERED, SPLIT_ROWS, SUMMED
@@ -32,12 +31,13 @@ def cut_model(model: Any, body: nn.Module, plan: dict[str, str], sharding: Shard
     summed: set[int] = set()
     for name, module in list(body.named_modules()):
         style = next((plan[pattern] for pattern in plan if _fits(pattern, name)), None)
+        parent, _, last = name.rpartition(".")
         if style == SUMMED:
             summed |= {id(parameter) for parameter in module.parameters()}
         elif style is not None and hasattr(module, "lora_A"):
             _cut_adapted(module, style, cuts)
         elif style is not None:
-            _cut_linear(module, style, cuts)
+            _cut_linear(body.get_submodule(parent), last, style, cuts)
     _cut_vocabulary(model, axis, cuts)
     for name, parameter in model.named_parameters():
         if id(parameter) in cuts.by_id:
@@ -75,12 +75,12 @@ class _Cuts:
         return slice_
 
 
-def _cut_linear(module: nn.Module, style: str, cuts: _Cuts) -> None:
+def _cut_linear(parent: nn.Module, name: str, style: str, cuts: _Cuts) -> None:
+    module, axis = parent.get_submodule(name), cuts.axis
     if not isinstance(module, nn.Linear):
         raise UserError(
             f"train.parallel.tensor: got a {type(module).__name__} in the plan, allowed: linear layers"
         )
-    axis = cuts.axis
     if style in (COLUMNS, GATHERED):
         cuts.cut(module, "weight", 0)
         cuts.cut(module, "bias", 0)
@@ -89,24 +89,32 @@ def _cut_linear(module: nn.Module, style: str, cuts: _Cuts) -> None:
             module.register_forward_hook(lambda _, __, output: gather_split(output, axis))
         return
     cuts.cut(module, "weight", 1)
-    module.forward = functools.partial(_add_up, module, axis)
-    if style == SPLIT_ROWS:
-        module.register_forward_pre_hook(lambda _, inputs: (split_equal(inputs[0], axis),))
+    parent.add_module(name, RowSlice(module, axis, splits=style == SPLIT_ROWS))
 
 
-def _add_up(module: nn.Linear, axis: Axis, inputs: Tensor) -> Tensor:
-    """The output of a layer whose inputs are split over the ranks; the bias is added once."""
-    output = sum_partial(linear(inputs, module.weight), axis)
-    return output if module.bias is None else output + module.bias
+class RowSlice(nn.Module):
+    """A linear layer whose inputs are split over the ranks; the bias is added once."""
+
+    def __init__(self, linear: nn.Linear, axis: Axis, *, splits: bool) -> None:
+        """splits: inputs are whole, and this rank takes its part."""
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self._axis, self._splits = axis, splits
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        part = split_equal(inputs, self._axis) if self._splits else inputs
+        output = sum_partial(functional.linear(part, self.weight), self._axis)
+        return output if self.bias is None else output + self.bias
 
 
 def _cut_adapted(module: Any, style: str, cuts: _Cuts) -> None:
     """Cut a layer with low-rank adapters: the side of the adapter that meets the cut is cut with it."""
-    _cut_linear(module.base_layer, style, cuts)
+    _cut_linear(module, "base_layer", style, cuts)
     if style in (GATHERED, SPLIT_ROWS):
         return  # inputs and outputs are whole, and so are the adapters
-    for adapter in (module.lora_B if style == COLUMNS else module.lora_A).values():
-        _cut_linear(adapter, style, cuts)
+    adapters = module.lora_B if style == COLUMNS else module.lora_A
+    for name in list(adapters):
+        _cut_linear(adapters, name, style, cuts)
 
 
 def _cut_vocabulary(model: Any, axis: Axis, cuts: _Cuts) -> None:
@@ -129,6 +137,13 @@ def _cut_vocabulary(model: Any, axis: Axis, cuts: _Cuts) -> None:
     embedding.register_forward_hook(lookup.after)
 
 
+def look_up(ids: Tensor, weight_VD: Tensor, padding: int | None, first: int, axis: Axis) -> Tensor:
+    """The rows of an embedding of which this rank has those from `first` on."""
+    lookup = _Lookup(first, len(weight_VD), axis)
+    (own_ids,) = lookup.before(None, (ids,))
+    return lookup.after(None, (ids,), functional.embedding(own_ids, weight_VD, padding))
+
+
 class _Lookup:
     """Looks up the ids whose rows this rank has; the other ranks look up the other ids."""
 
@@ -136,10 +151,10 @@ class _Lookup:
         self._first, self._count, self._axis = first, count, axis
         self._other = torch.zeros(0, dtype=torch.bool)  # which ids of this call are others'
 
-    def before(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+    def before(self, _: nn.Module | None, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
         ids = inputs[0] - self._first
         self._other = (ids < 0) | (ids >= self._count)
         return (ids.masked_fill(self._other, 0),)
 
-    def after(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def after(self, _: nn.Module | None, __: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return sum_partial(output.masked_fill(self._other[..., None], 0), self._axis)

@@ -16,7 +16,6 @@ from penstock.engine.transformers.cpu.buckets import BucketedKV, StoredKV
 from penstock.engine.transformers.cpu.cpu_steps import DecodeRows, PrefillRows, RowsStep, round_up
 from penstock.engine.transformers.cpu.invariance import find_row_quantum, linear_sizes
 from penstock.engine.transformers.cpu.packed_linear import ModelLinears, choose_linear
-from penstock.engine.transformers.fuse import PlainLinear
 from penstock.engine.transformers.kv_attention import KVShape, StepCache, probe_shape, running
 from penstock.engine.transformers.options import (
     TransformersOptions,
@@ -27,7 +26,8 @@ from penstock.engine.transformers.sequences import Finished, Sequence, SlotTable
 from penstock.model.decoder import hidden_states, logits
 from penstock.model.decoder_check import check_decoder
 from penstock.model.decoder_weights import read_weights
-from penstock.model.families import Family, family_of
+from penstock.model.families import family_of
+from penstock.model.joint_weights import PlainLinear
 from penstock.model.loading import end_ids
 from penstock.model.ops import TorchOps
 from penstock.model.sampling import sample
@@ -60,7 +60,7 @@ class CpuRunner:
         else:
             self._weights = read_weights(model, self._family, self._linears)
             check_decoder(model, self._family, self._weights, longest)
-            shape = _shape_of(self._family, self._weights.embedding.dtype)
+            shape = KVShape.of(self._family, self._weights.embedding.dtype)
             sizes, kind = self._linears.sizes, self._linears.kind
             plain = self._family.softcap is not None or self._family.has_sinks
         self._quantum, self.batch_invariant = find_row_quantum(
@@ -203,13 +203,3 @@ def _tokens_in_memory(shape: KVShape, options: TransformersOptions) -> int:
     mib = available_mib() or _UNKNOWN_MIB
     share = options.kv_memory_share / options.load.engines
     return int(mib * 2**20 * share) // shape.bytes_per_token
-
-
-def _shape_of(family: Family, dtype: torch.dtype) -> KVShape:
-    return KVShape(
-        layers=len(family.layers),
-        heads=family.kv_heads,
-        key_size=family.head_size,
-        value_size=family.head_size,
-        dtype=dtype,
-    )

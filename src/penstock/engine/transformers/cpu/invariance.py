@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from penstock.engine.transformers.cpu.cpu_steps import attend_rows
-from penstock.engine.transformers.fuse import PlainLinear
 from penstock.engine.transformers.kv_attention import KVShape
 from penstock.model.attention import AttentionCall
+from penstock.model.joint_weights import PlainLinear
 
 log = logging.getLogger(__name__)
 

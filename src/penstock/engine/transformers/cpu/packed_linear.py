@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.engine.transformers.fuse import PlainLinear, can_fuse, join_weights
 from penstock.model.decoder_weights import Linear, ModuleProducts
+from penstock.model.joint_weights import PlainLinear, can_join, join_weights
 
 PACKED_FOR_ROWS = 32  # the row count that the layout is chosen for; any count may be multiplied
 LEAST_BYTES = 16 * 2**20  # least size of all packed weights; smaller ones fit a cache
@@ -33,11 +33,11 @@ class MklLinear(PlainLinear):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // x.shape[-1]
-        return torch.ops.mkl._mkl_linear(x, self._packed, self._weight, self._bias, rows)
+        return torch.ops.mkl._mkl_linear(x, self._packed, self.weight, self.bias, rows)
 
     def refresh(self) -> None:
         self._packed = torch.ops.mkl._mkl_reorder_linear_weight(
-            self._weight.contiguous(), PACKED_FOR_ROWS
+            self.weight.contiguous(), PACKED_FOR_ROWS
         )
 
 
@@ -51,11 +51,11 @@ class DnnlLinear(PlainLinear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.numel() == x.shape[-1]:  # one row: the plain product is several times as fast
             return super().__call__(x)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
     def refresh(self) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(
-            self._weight.contiguous(), PACKED_FOR_ROWS
+            self.weight.contiguous(), PACKED_FOR_ROWS
         )
 
 
@@ -68,16 +68,16 @@ class BlasLinear(PlainLinear):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias)
-        self._transposed = self._weight.t().contiguous()
+        self._transposed = self.weight.t().contiguous()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._bias is None:
+        if self.bias is None:
             return torch.matmul(x, self._transposed)
         rows_RD = x.reshape(-1, x.shape[-1])
-        return torch.addmm(self._bias, rows_RD, self._transposed).view(*x.shape[:-1], -1)
+        return torch.addmm(self.bias, rows_RD, self._transposed).view(*x.shape[:-1], -1)
 
     def refresh(self) -> None:
-        self._transposed.copy_(self._weight.t())
+        self._transposed.copy_(self.weight.t())
 
 
 class ModelLinears:
@@ -90,10 +90,8 @@ class ModelLinears:
 
     def joint(self, modules: list[Any]) -> Linear:
         """One product of layers of one input; modules of another kind (quantised ones) are called."""
-        if not can_fuse(modules):
+        if not can_join(modules):
             return ModuleProducts().joint(modules)
-        if len(modules) == 1:
-            return self._make(modules[0].weight, modules[0].bias)
         return self._make(*join_weights(modules))
 
     def stacked(self, weight_EOI: torch.Tensor, bias_EO: torch.Tensor | None) -> list[Linear]:

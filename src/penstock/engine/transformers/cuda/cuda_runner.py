@@ -1,6 +1,6 @@
 """Runs a transformers model on a GPU for the requests in slots.
 
-Decode steps, sampling included, are CUDA graphs, one per batch size. Their inputs (last token, position,
+Decode steps, sampling included, are CUDA graphs, one per batch size (and one for long contexts). Their inputs (last token, position,
 region) live on the device, so the next step starts before the host has read the last one. The host therefore learns one step
 late that a request has finished, and drops the token sampled in between.
 """
@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.engine.transformers.cuda.cuda_decoder import CudaDecoder
 from penstock.engine.transformers.cuda.cuda_steps import (
     HAS_KERNELS,
+    ChunkStep,
     DecodeStep,
     PrefillStep,
     joined_ranges,
@@ -27,7 +29,6 @@ from penstock.engine.transformers.cuda.cuda_steps import (
     sample_rows,
 )
 from penstock.engine.transformers.cuda.regions import KVPool, Regions
-from penstock.engine.transformers.fuse import fuse_projections
 from penstock.engine.transformers.kv_attention import StepCache, probe_shape, running
 from penstock.engine.transformers.options import (
     TransformersOptions,
@@ -43,8 +44,10 @@ from penstock.engine.transformers.sequences import (
     TextOf,
     lay_out,
 )
+from penstock.model.arithmetic import any_order, has_experts
+from penstock.model.attention import Step
+from penstock.model.families import family_of
 from penstock.model.loading import end_ids
-from penstock.model.norms import fuse_norms
 from penstock.model.sampling import sample
 from penstock.model.transfer import to_device
 from penstock.waits import tell_stage
@@ -108,17 +111,8 @@ class CudaRunner:
         torch.cuda.set_device(self._device)
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
         self.batch_invariant, self.kv_tokens = False, 0
-        self._shape = probe_shape(model)
-        self._fused = 0  # layers that decode on their own
-        if options.fuse:
-            fuse_projections(model)
-            fuse_norms(model)
-            if HAS_KERNELS:
-                from penstock.engine.transformers.cuda.decode_layer import fuse_decode
-                from penstock.model.kernels.layer_kernels import fuse_layers
-
-                fuse_layers(model)
-                self._fused = fuse_decode(model, self._shape)
+        self._decoder = self._make_decoder()
+        self._shape = probe_shape(model) if self._decoder is None else self._decoder.shape
         self._cache = StepCache()
         self._slots, self._tokens = self._choose_sizes()
         self.table = SlotTable(self._slots, end_ids(model))
@@ -133,12 +127,28 @@ class CudaRunner:
         self.longest = min(longest_request(model, options), self._tokens - 2)
         with explain_out_of_memory("engine", self._advice):
             self._open()
-        self._tell_kernels()
+
+    def _make_decoder(self) -> CudaDecoder | None:
+        """The family's decoder, checked against the model; None: the model's own code runs."""
+        positions = longest_request(self.model, self._options)
+        longest = min(positions, self._options.load.longest or positions)
+        family = family_of(self.model.config, longest) if self._options.fuse else None
+        decoder, line = (
+            None,
+            "the model's own code runs, which is slower than the decoder of a family",
+        )
+        if family is not None:
+            decoder = CudaDecoder(self.model, family)
+            decoder.check(longest)
+            how = "kernels" if HAS_KERNELS else "plain torch: Triton is not installed"
+            line = f"{decoder.shape.layers} layers decode by {how}"
+        print(f"engine on {self._device}: {line}", file=sys.stderr, flush=True)
+        return decoder
 
     def _choose_sizes(self) -> tuple[int, int]:
         """The number of slots and the tokens of the KV cache; write them to the log."""
         options = self._options
-        torch.cuda.empty_cache()  # free the copies that fusing left
+        torch.cuda.empty_cache()  # free what joining the weights and the check left
         free, total = torch.cuda.mem_get_info(self._device)
         size = self._shape.bytes_per_token
         sizes = choose_sizes(
@@ -163,22 +173,17 @@ class CudaRunner:
         self._state.start[-1] = self._tokens - 1  # padding rows write to the pool's last token
         self._pool = KVPool.allocate(self._shape, self._tokens, self._device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, SampledTokens]] = {}
-        self._decode_model = None
-        if self._fused and _fixed_rope(self.model):
-            from penstock.engine.transformers.cuda.decode_model import make_decode_model
-
-            positions = self.longest + 2  # the host reads one step late
-            self._decode_model = make_decode_model(self.model, self._shape, self._fused, positions)
-        if self._options.cuda_graphs and _can_capture(self.model):
+        if self._decoder is not None:
+            self._decoder.open(self.longest + 2)  # the host reads one step late
+        if self._options.cuda_graphs and self._can_capture():
             tell_stage("capturing CUDA graphs")
             with _no_collection():
                 self._capture_all()
 
-    def _tell_kernels(self) -> None:
-        """Write to the log what runs without the model's own code: the rest is slower."""
-        rest = "with" if self._decode_model is None else "without"
-        line = f"{self._fused} of {self._shape.layers} layers decode by kernels, prompts are computed {rest} the model's own code"  # fmt: skip
-        print(f"engine on {self._device}: {line}", file=sys.stderr, flush=True)
+    def _can_capture(self) -> bool:
+        """Whether a decode step needs nothing of the host, as a graph requires."""
+        own_code_can = _fixed_rope(self.model) and not has_experts(self.model)
+        return HAS_KERNELS and (self._decoder is not None or own_code_can)
 
     # ---- calls from the engine
 
@@ -226,8 +231,10 @@ class CudaRunner:
     def sleep(self) -> None:
         """Release the KV cache and the graphs; move the weights to the host."""
         self.prompts.clear()
-        for released in ("_pool", "_graphs", "_state", "_decode_model"):
+        for released in ("_pool", "_graphs", "_state"):
             self.__dict__.pop(released, None)
+        if self._decoder is not None:
+            self._decoder.close()
         self._host_offload.offload()
 
     def wake(self) -> None:
@@ -285,6 +292,9 @@ class CudaRunner:
 
     def _prefill_rows(self, groups: list[list[Sequence]]) -> torch.Tensor:
         """Compute each group's prompt once, store it in the region of each member; return its last logits."""
+        limit = self._options.prefill_limit
+        if len(groups) == 1 and groups[0][0].num_prefill_tokens > limit:
+            return self._prefill_in_chunks(groups[0], limit)
         spans = lay_out([group[0] for group in groups], 0)
         starts, lengths = np.array([[span.start, span.length] for span in spans]).T
         members = [len(group) for group in groups]
@@ -295,10 +305,23 @@ class CudaRunner:
         ids = np.concatenate([group[0].token_ids for group in groups]).astype(np.int64)
         positions = joined_ranges(np.zeros_like(starts), lengths)
         rows = [self._on_device(array) for array in (ids, positions, starts + lengths - 1)]
-        if self._decode_model is not None:
-            return self._decode_model.prefill(step, *rows)
-        with running(step):
-            return self._model_logits(*rows)
+        return self._logits(step, *rows)
+
+    def _prefill_in_chunks(self, group: list[Sequence], limit: int) -> torch.Tensor:
+        """The same for one long prompt, whose rows do not all fit in one pass."""
+        ids, pool = group[0].token_ids.astype(np.int64), self._pool
+        start, *others = (self._region[member.slot][0] for member in group)
+        for first in range(0, len(ids), limit):
+            part = ids[first : first + limit]
+            positions = np.arange(first, first + len(part))
+            rows = [
+                self._on_device(array) for array in (part, positions, np.array([len(part) - 1]))
+            ]
+            logits = self._logits(ChunkStep(pool, start, first, len(part)), *rows)
+        for other in others:
+            for stored in (pool.keys, pool.values):
+                stored[:, other : other + len(ids)] = stored[:, start : start + len(ids)]
+        return logits
 
     def _keep(
         self,
@@ -340,18 +363,18 @@ class CudaRunner:
 
     def _decode(self) -> None:
         count = len(self._active)
-        size = next((s for s in self._graphs if s >= count), count)
         if self._rows_changed:
             rows = np.full(len(self._state.rows), len(self._state.rows), np.int64)
             rows[:count] = self._active
             self._state.rows.copy_(self._on_device(rows))
             self._active_N = np.array(self._active, np.int64)
             self._rows_changed = False
-        if size in self._graphs:
+        size = next((size for size in self._graphs if size >= count), None)
+        if size is None:
+            sampled = self._decode_step(count)
+        else:
             graph, sampled = self._graphs[size]
             graph.replay()
-        else:
-            sampled = self._decode_step(count)
         self._launch(sampled, self._active_N)
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
@@ -361,34 +384,39 @@ class CudaRunner:
         """Decode one token for the first `size` rows; a graph captures this."""
         state = self._state
         slot_B = state.rows[:size]
-        if self._decode_model is not None:
-            logits_BV = self._decode_model.logits(state, self._pool, slot_B)
-            return self._sample(logits_BV, slot_B, 1)
-        position_B = state.position[slot_B]
-        with running(DecodeStep.at(self._pool, state.start[slot_B], position_B)):
-            logits_BV = self._model_logits(state.token[slot_B], position_B, 0)
+        if self._decoder is not None:
+            logits_BV = self._decoder.decode(state, self._pool, slot_B)
+        else:
+            start_B, position_B = state.start[slot_B], state.position[slot_B]
+            step = DecodeStep(self._pool, start_B, start_B + position_B, position_B + 1)
+            logits_BV = self._logits(step, state.token[slot_B], position_B, None)
         return self._sample(logits_BV, slot_B, 1)
 
     def _sample(self, logits_BV: torch.Tensor, slot_B: torch.Tensor, by: int) -> SampledTokens:
         """Sample a token for each row; `by` is 0 for a request's first one."""
         key_B, index_B, temperature_B = next_rows(logits_BV, slot_B, self._state, by)
         token_B, logprob_B = sample_rows(logits_BV, key_B, index_B, temperature_B)
-        self._state.token.index_copy_(0, slot_B, token_B)
+        with any_order():  # no slot comes twice, but that of padding
+            self._state.token.index_copy_(0, slot_B, token_B)
         return SampledTokens(token_B, logprob_B, logits_BV)
 
-    def _model_logits(
-        self, ids_R: torch.Tensor, position_R: torch.Tensor, keep: int | torch.Tensor
+    def _logits(
+        self, step: Step, ids_R: torch.Tensor, position_R: torch.Tensor, kept_K: torch.Tensor | None
     ) -> torch.Tensor:
-        return self.model(
-            input_ids=ids_R[None],
-            position_ids=position_R[None],
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=keep,
-        ).logits[0]
+        """The logits of the kept rows; None: of all."""
+        if self._decoder is not None:
+            return self._decoder.logits(step, ids_R, position_R, kept_K)
+        with running(step):
+            return self.model(
+                input_ids=ids_R[None],
+                position_ids=position_R[None],
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=0 if kept_K is None else kept_K,
+            ).logits[0]
 
     def _capture_all(self) -> None:
-        """Capture a graph per batch size, largest first, so that smaller ones reuse its memory."""
+        """Capture graphs for every batch size, largest first, so that smaller ones reuse its memory."""
         memory = None
         for size in reversed(batch_sizes(self._slots)):
             stream = torch.cuda.Stream(self._device)
@@ -466,18 +494,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _can_capture(model: Any) -> bool:
-    """Whether a decode step needs nothing of the host, as a graph requires."""
-    return HAS_KERNELS and _fixed_rope(model) and not _has_experts(model)
-
-
 def _fixed_rope(model: Any) -> bool:
     """Whether rotary positions are independent of the data."""
     parameters = getattr(model.config, "rope_parameters", None) or {}
     return parameters.get("rope_type", "default") not in ("dynamic", "longrope")
-
-
-def _has_experts(model: Any) -> bool:
-    """Whether layers route tokens to experts, which may need the host: no graph can."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return any(getattr(model.config, name, None) for name in names)

@@ -1,6 +1,6 @@
-"""The forward passes of the CUDA runner: a decode step, which graphs capture, and a packed prefill.
+"""The passes of the CUDA runner: a decode step, which graphs capture, packed prompts, and a part of a long prompt.
 
-Both store keys and values in the regions of `KVPool`. Without Triton, plain torch replaces the kernels.
+All store keys and values in the regions of `KVPool`. Without Triton, plain torch replaces the kernels.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ import torch
 
 from penstock.engine.transformers.cuda.regions import KVPool
 from penstock.engine.transformers.sequences import Span
-from penstock.model.attention import AttentionCall, can_use_flash, causal_attention, flash_attention
-from penstock.model.kernels.row_tiles import Tiles
+from penstock.model.attention import (
+    AttentionCall,
+    can_use_flash,
+    causal_attention,
+    flash_attention,
+    plain_attention,
+)
+from penstock.model.packed_attention import flash_aligns_ends
 from penstock.model.transfer import to_device
 
 try:
     from penstock.model.kernels.decode_kernels import (
         decode_attention,
         next_rows,
-        rotate_store,
         sample_rows,
         store_rows,
     )
-    from penstock.model.kernels.row_kernels import project_and_store
 
     HAS_KERNELS = True
 except ImportError:  # CUDA without Triton
@@ -32,32 +36,40 @@ except ImportError:  # CUDA without Triton
     from penstock.model.kernels.decode_reference import (
         decode_attention,
         next_rows,
-        rotate_store,
         sample_rows,
         store_rows,
     )
-    from penstock.model.kernels.row_reference import project_and_store
 
-__all__ = ["HAS_KERNELS", "DecodeStep", "PrefillStep", "joined_ranges", "next_rows", "sample_rows"]
+__all__ = [
+    "HAS_KERNELS",
+    "ChunkStep",
+    "DecodeStep",
+    "PrefillStep",
+    "joined_ranges",
+    "next_rows",
+    "sample_rows",
+]
 
 
 class DecodeStep:
     """One token per row: stored at the end of its region, attending to the region."""
 
     def __init__(
-        self, pool: KVPool, start_B: torch.Tensor, target_B: torch.Tensor, length_B: torch.Tensor
+        self,
+        pool: KVPool,
+        start_B: torch.Tensor,
+        target_B: torch.Tensor,
+        length_B: torch.Tensor,
     ) -> None:
         self._pool, self._start_B = pool, start_B
         self._target_B, self._length_B = target_B, length_B
 
-    @classmethod
-    def at(cls, pool: KVPool, start_B: torch.Tensor, position_B: torch.Tensor) -> DecodeStep:
-        """The step that stores at these positions of the regions."""
-        return cls(pool, start_B, start_B + position_B, position_B + 1)
+    def cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The keys and values of a layer's pool, and the token of each row there."""
+        return self._pool.keys[layer], self._pool.values[layer], self._target_B
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        pool = self._pool
-        store_rows(key, value, pool.keys[layer], pool.values[layer], self._target_B)
+        store_rows(key, value, *self.cache(layer))
 
     def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
         return decode_attention(
@@ -71,35 +83,6 @@ class DecodeStep:
             call.softcap,
             call.sinks,
         )[None]
-
-    def turn(
-        self, layer: int, product_BN: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
-        """Turn a product of q, k and v by `turn` (cos, sin); store keys and values, return queries."""
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        return rotate_store(product_BN, *turn, keys, values, self._target_B)
-
-    def project(
-        self,
-        layer: int,
-        x_BD: torch.Tensor,
-        norm: tuple[torch.Tensor, float],
-        joined: tuple[torch.Tensor, torch.Tensor | None],
-        turn: tuple[torch.Tensor, torch.Tensor],
-        tiles: Tiles,
-    ) -> torch.Tensor:
-        """Compute norm, product and `turn` in one kernel."""
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        return project_and_store(x_BD, norm, *joined, turn, keys, values, self._target_B, tiles)
-
-    def mix(
-        self, layer: int, query_BHD: torch.Tensor, scale: float, window: int | None
-    ) -> torch.Tensor:
-        """Attend from turned queries."""
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        return decode_attention(
-            query_BHD, keys, values, self._start_B, self._length_B, scale, window
-        )
 
 
 class PrefillStep:
@@ -132,17 +115,6 @@ class PrefillStep:
         mixed = causal_attention(padded, slice(None)).transpose(1, 2)
         return mixed.reshape(-1, *mixed.shape[2:])[self._padded_rows][None]
 
-    def mix(
-        self, layer: int, joint_RC: torch.Tensor, scale: float, window: int | None
-    ) -> torch.Tensor:
-        """Store keys and values and attend, from rows that have turned queries, turned keys and values."""
-        heads, size = self._pool.keys.shape[2:]
-        rows_HRD = joint_RC.view(len(joint_RC), -1, size).transpose(0, 1)
-        query, key, value = rows_HRD[None].tensor_split((-2 * heads, -heads), dim=1)
-        self.store(layer, key, value)
-        call = AttentionCall(query, key, value, scale, window, None, None)
-        return self.attend(layer, call)[0]
-
     @cached_property
     def _bounds(self) -> torch.Tensor:
         bounds = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int32)
@@ -160,6 +132,46 @@ class PrefillStep:
             padded[self._padded_rows] = rows
             rows = padded
         return rows.reshape(-1, self._longest, *rows.shape[1:]).transpose(1, 2)
+
+
+class ChunkStep:
+    """Some rows of one prompt, whose rows before them are stored in its region."""
+
+    def __init__(self, pool: KVPool, start: int, first: int, count: int) -> None:
+        self._pool, self._start, self._first, self._count = pool, start, first, count
+        self._bounds = [
+            (to_device(np.array([0, rows], np.int32), pool.keys.device), rows)
+            for rows in (count, first + count)
+        ]
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        for pool_TGD, new in ((self._pool.keys[layer], key), (self._pool.values[layer], value)):
+            begin = self._start + self._first
+            pool_TGD[begin : begin + self._count] = new[0].transpose(0, 1)
+
+    def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
+        seen = slice(self._start, self._start + self._first + self._count)
+        query = call.query[0].transpose(0, 1)
+        key, value = self._pool.keys[layer][seen], self._pool.values[layer][seen]
+        if not call.needs_plain and can_use_flash(query, value) and flash_aligns_ends(query.device):
+            mixed, *_ = flash_attention(
+                query, key, value, *self._bounds, scale=call.scale, window=call.window
+            )
+            return mixed[None]
+        key_T = torch.arange(len(key), device=query.device)
+        query_Q1 = key_T[self._first :, None]
+        seen_QT = (key_T <= query_Q1) & (key_T > query_Q1 - (call.window or len(key)))
+        key, value = (rows.transpose(0, 1)[None] for rows in (key, value))
+        mixed = plain_attention(
+            call.query,
+            key,
+            value,
+            seen_QT,
+            scale=call.scale,
+            softcap=call.softcap,
+            sink_H=call.sinks,
+        )
+        return mixed.transpose(1, 2)
 
 
 def joined_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -1,0 +1,100 @@
+"""Which arithmetic a model's device gets; its bits are tested on a GPU (tests/workers/test_gpu_bits.py)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import RunError, UserError
+from penstock.model import arithmetic
+from penstock.model.arithmetic import arithmetic_of, explain_refusal, use_arithmetic
+
+
+def model_on(device: str, **config: int) -> Any:
+    parameter = SimpleNamespace(device=torch.device(device), is_meta=False)
+    text = SimpleNamespace(model_type="of no family", **config)
+    text.get_text_config = lambda: text
+    return SimpleNamespace(parameters=lambda: iter([parameter]), config=text)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
+    """(deterministic, warns only) of every call to torch."""
+    calls: list[tuple[bool, bool]] = []
+
+    def note(mode: bool, *, warn_only: bool = False) -> None:
+        calls.append((mode, warn_only))
+
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", note)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    return calls
+
+
+def test_a_cpu_keeps_its_arithmetic(chosen: list[tuple[bool, bool]]) -> None:
+    use_arithmetic("deterministic", model_on("cpu"))
+    assert chosen == []
+    here = arithmetic_of("fast", model_on("cpu"), ranks=2)
+    assert (here.device, here.doubt) == ("cpu", "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "called"),
+    [
+        ("deterministic", {}, (True, False)),
+        ("deterministic", {"num_experts": 8}, (True, True)),
+        ("fast", {}, (False, False)),
+    ],
+)
+def test_a_gpu_gets_the_chosen_one(
+    chosen: list[tuple[bool, bool]], kind: str, config: dict[str, int], called: tuple[bool, bool]
+) -> None:
+    use_arithmetic(kind, model_on("cuda", **config))
+    assert chosen == [called]
+    assert arithmetic.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "layout", "doubt"),
+    [
+        ("deterministic", {}, {}, ""),
+        ("fast", {}, {}, "model.arithmetic is fast"),
+        ("deterministic", {"num_local_experts": 8}, {}, "experts"),
+        ("deterministic", {}, {"ranks": 2}, "2 trainer ranks"),
+    ],
+)
+def test_what_may_not_repeat_is_named(
+    chosen: list[tuple[bool, bool]],
+    kind: str,
+    config: dict[str, int],
+    layout: dict[str, Any],
+    doubt: str,
+) -> None:
+    how = {"ranks": 1, **layout}
+    here = arithmetic_of(kind, model_on("cuda", **config), **how)
+    assert here.device == "NVIDIA H200"
+    assert doubt in here.doubt
+    assert bool(doubt) == bool(here.doubt)
+
+
+def test_a_workspace_that_changes_bits_is_refused(
+    chosen: list[tuple[bool, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(UserError, match=r"got ':0:0' .* allowed: :4096:8 or :16:8"):
+        use_arithmetic("deterministic", model_on("cuda"))
+    use_arithmetic("fast", model_on("cuda"))
+
+
+def test_an_operation_without_a_fixed_order_is_named_with_the_way_out() -> None:
+    words = "histc does not have a deterministic implementation, but you set ..."
+    with (
+        pytest.raises(RunError, match=r"trainer: histc has no .* model.arithmetic=fast"),
+        explain_refusal(),
+    ):
+        raise RuntimeError(words)
+    with pytest.raises(RuntimeError, match="shape"), explain_refusal():
+        raise RuntimeError("shape '[2]' is invalid")
