@@ -123,3 +123,18 @@ def test_logits_that_are_no_distribution_give_no_log_prob(wrong: float) -> None:
     assert torch.isnan(logprob).tolist() == [False, True, False]
     assert int(token.min()) >= 0
     assert int(token.max()) < 700
+
+
+@pytest.mark.parametrize("vocabulary", [5, 26, 64, 300, 1003])
+def test_the_bits_of_a_row_do_not_depend_on_its_batch(vocabulary: int) -> None:
+    """Thousands of rows: a remainder of a batch that other code computes changes few of them."""
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(3000, vocabulary, generator=draw) * 4
+    uniform = torch.rand(3000, generator=draw).tolist()
+    token, logprob = sample(logits.clone(), how(3000, uniform))
+    for size in (1, 3):
+        for first in range(0, 3000, size):
+            rows = slice(first, first + size)
+            alone = sample(logits[rows].clone(), how(size, uniform[rows]))
+            assert torch.equal(alone[0], token[rows])
+            assert torch.equal(alone[1], logprob[rows])
