@@ -159,6 +159,7 @@ class RunnerOnCpu(CudaRunner):
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self.prompts, self._options = model, {}, TransformersOptions()
         self._host_offload = HostOffload(self._tensors, devices=("cpu",))
+        self._decoder = None
         self.full = False
         self._open()
 
