@@ -337,3 +337,22 @@ def test_a_call_has_the_same_tokens_in_whatever_order_calls_are_made() -> None:
         return {chat.decode_prompt(one.prompt_ids): one.seed for one in engine.requests}
 
     assert asyncio.run(seeds("ab")) == asyncio.run(seeds("ba"))
+
+
+def test_a_call_that_has_not_begun_when_its_rollout_ends_is_never_made() -> None:
+    """An agent that is killed leaves such calls; made later, they would be recorded in the next try."""
+    engine = ScriptedEngine(lambda prompt: "late")
+
+    async def main() -> Session:
+        session = make_session(engine)
+        asking = asyncio.create_task(session.call([user("1+2?")]))
+        while not session._latest:  # the request is there, its call has not begun
+            await asyncio.sleep(0)
+        await session.close()
+        with pytest.raises(EngineError, match="the rollout has ended"):
+            await asking
+        await asyncio.sleep(0)
+        return session
+
+    session = asyncio.run(main())
+    assert engine.requests == session.tree.calls == session._recorder.calls == []

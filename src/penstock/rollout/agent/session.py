@@ -113,6 +113,7 @@ class Session:
         thinking: str = "keep",
     ) -> None:
         self.rollout = rollout
+        self._try = copy.copy(rollout)  # with the seed of this try, also when the next one has begun
         self.tree = CallTree(list(calls))
         self.limits = limits
         self.refused = ""  # why a call was refused: its length or its number
@@ -133,7 +134,7 @@ class Session:
         self._ended = False
         self._asked: Counter[tuple] = Counter()  # requests by place, to tell repeated ones apart
         self._latest: dict[tuple, asyncio.Task[ModelCall]] = {}  # by place: what a retry gets
-        self._running: dict[asyncio.Task[ModelCall], str] = {}  # with its engine request
+        self._running: dict[asyncio.Task[ModelCall], str] = {}  # with its engine request, if any
         self._turns = 0
 
     @property
@@ -186,6 +187,7 @@ class Session:
                 self._sample(place, parent_ids, context_ids, tools_json, key, max_tokens)
             )
             self._latest[key] = task
+            self._running[task] = ""
             task.add_done_callback(self._forget)
         try:
             return await asyncio.shield(task)
@@ -270,7 +272,7 @@ class Session:
         )
         self.tree.calls.append(call)
         self._note_earned(call.number, earned)
-        await self._recorder.record_call(self.rollout, call)
+        await self._recorder.record_call(self._try, call)
         return call
 
     async def tool(
@@ -319,7 +321,7 @@ class Session:
                 return {"asks": ""}
             del self._before[call_id]
         self.tools[call_id] = ToolResult(call_id=call_id, name=name, outcome=None, result=None)
-        await self._recorder.begin_tool(self.rollout, call_id, name)
+        await self._recorder.begin_tool(self._try, call_id, name)
         return {}
 
     async def _end_tool(self, call_id: str, outcome: str, result: str) -> dict[str, str]:
@@ -330,7 +332,7 @@ class Session:
                 f"gave {_short(before.result or '')} before a crash and now {_short(result)}"
             }
         self.tools[call_id] = replace(begun, outcome=outcome, result=result)
-        await self._recorder.end_tool(self.rollout, call_id, outcome, result)
+        await self._recorder.end_tool(self._try, call_id, outcome, result)
         return {}
 
     async def give_up_tools(self) -> None:
@@ -415,7 +417,7 @@ class Session:
         running = dict(self._running)
         for task in running:
             task.cancel()
-        aborts = (self._engine.abort(request_id) for request_id in running.values())
+        aborts = (self._engine.abort(request_id) for request_id in running.values() if request_id)
         await asyncio.gather(*aborts, *running, return_exceptions=True)
 
 
