@@ -165,11 +165,18 @@ def start_rounded(job: str, folder: Path, ranks: Ranks) -> None:
     whole, named = consumer.policy.sharding.whole, consumer.masters.parameters
     masters = {name: whole(name, one.detach()).clone() for name, one in named.items()}
     published = {name: tensor.clone() for name, tensor in consumer.weights()}
-    content = {"masters": masters, "published": published}
+    content = {"masters": masters, "published": published, "reach": reach(consumer, masters)}
     content["arrived"] = train(consumer, 2)["update/arrived"]
     content["after"] = dict(consumer.weights())
     if ranks.is_first:
         torch.save(content, folder / f"start-{job}-{layout_of(ranks)}.pt")
+
+
+def reach(consumer: Consumer, masters: dict[str, torch.Tensor]) -> float:
+    """How far a step of one master moves a published weight, in steps: an adapter's B is multiplied by its A."""
+    sums = [float(one.abs().sum(0).max()) for name, one in masters.items() if "lora_A" in name]
+    lora = consumer.config.model.lora
+    return max(sums) * lora.alpha / lora.rank if sums else 1.0
 
 
 def load_shares(folder: Path, ranks: Ranks) -> None:

@@ -192,13 +192,13 @@ def assert_same_moves(one: dict, several: dict) -> None:
 
     Partial sums in half precision move a weight only where a master is near a border of the grid, or a
     gradient is zero but for rounding: Adam makes a step of lr (1e-4) of it, in either direction. So no
-    weight differs by more than two such steps and one step of the grid.
+    weight differs by more than two such steps, times what such a step moves, and one step of the grid.
     """
     parts = ((one, "published"), (one, "after"), (several, "after"))
     before, own, other = (
         torch.cat([run[part][name].flatten() for name in one[part]]) for run, part in parts
     )
-    torch.testing.assert_close(other, own, rtol=2**-7, atol=3e-4)
+    torch.testing.assert_close(other, own, rtol=2**-7, atol=1e-4 + 2e-4 * one["reach"])
     moved = (own != before) | (other != before)
     assert moved.sum() > 1000
     assert (own == other)[moved].double().mean() > 0.95  # 0.97 or more in every layout
