@@ -223,3 +223,9 @@ def test_an_update_that_vanishes_is_found() -> None:
     with DEFECTS["statistics"]():
         assert run_seed(0, settings=PLAIN, faults=faults).violations != []
     assert run_seed(0, settings=PLAIN, faults=faults).violations == []
+
+
+@pytest.mark.parametrize("seed", [7948, 8505])
+def test_a_trainer_that_dies_between_two_redone_steps_is_restored_once(seed: int) -> None:
+    """The steps after its death were sent to its successor, which had been restored already."""
+    assert run_seed(seed).violations == []

@@ -202,7 +202,7 @@ class RestartingTrainer(TrainerClient):
         when_back: Callable[[], Awaitable[None]] = nothing,
     ) -> None:
         """From now on, restart a trainer that dies; `restore` brings it to its last state."""
-        self._restore = restore
+        self._restore, self._unrestored = restore, self.supervised.worker
         self.supervised.restart_with(
             Restarts(
                 prepare=lambda call: restore(TrainerClient(call)),
@@ -213,8 +213,15 @@ class RestartingTrainer(TrainerClient):
 
     async def restored(self) -> None:
         """Bring the worker to its last state; one that dies meanwhile is restarted, which restores it."""
+        supervised = self.supervised
+
+        async def call(method: str, *args: Any) -> Any:
+            if supervised.worker is not self._unrestored:  # its successor was restored at its start
+                raise WorkerDied("trainer: it was started again")
+            return await supervised.call(method, *args)
+
         try:
-            await self._restore(TrainerClient(self.supervised.call))
+            await self._restore(TrainerClient(call))
         except WorkerDied:
             await self.supervised.ready()
 
