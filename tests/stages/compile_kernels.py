@@ -93,7 +93,7 @@ def run_shape(model_type: str, dtype: torch.dtype) -> None:
             stops=zeros[:, None].expand(-1, 8), temperature=zeros.float(),
         )  # fmt: skip
         slots = zeros[:-1]
-        logits = decoder.decode(state, pool, slots, 512)
+        logits = decoder.decode(state, pool, slots)
         sample_rows(logits, *next_rows(logits, slots, state, 1))
     at = np.arange(ROWS)
     step = PrefillStep(pool, [Span(0, ROWS, ROWS)], at, at)
