@@ -120,6 +120,8 @@ def test_maxrl_divides_by_the_mean() -> None:
     np.testing.assert_allclose(got, [1 / 3, 1 / 3, 1 / 3, -1.0])
     for rewards in ([0.0, 0.0], [1.0, 1.0], [-1.0, 0.0]):
         assert not advantage.group_advantages(np.array(rewards), settings).any()
+    got = advantage.group_advantages(np.array([1.0 + 1e-9, -1.0]), settings)  # the mean is nearly 0
+    np.testing.assert_allclose(got, [1.0, -1.0], atol=1e-6)
 
 
 def test_gdpo_normalises_each_reward_by_itself() -> None:

@@ -346,8 +346,8 @@ def test_a_call_that_has_not_begun_when_its_rollout_ends_is_never_made() -> None
     async def main() -> Session:
         session = make_session(engine)
         asking = asyncio.create_task(session.call([user("1+2?")]))
-        while not session._latest:  # the request is there, its call has not begun
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert session._latest  # the request is there, its call has not begun
         await session.close()
         with pytest.raises(EngineError, match="the rollout has ended"):
             await asking

@@ -47,7 +47,9 @@ def group_scale(rewards_G: np.ndarray, returns_K: np.ndarray, settings: Algorith
     if np.ptp(rewards_G) == 0:
         return np.inf
     if settings.normalize == "mean":
-        return float(rewards_G.mean()) if rewards_G.mean() > 0 else np.inf
+        # rewards that are never negative have at least this mean; others must not be divided by less
+        least = np.ptp(rewards_G) / len(rewards_G)
+        return float(max(rewards_G.mean(), least)) if rewards_G.mean() > 0 else np.inf
     return float(max(rewards_G.std(ddof=1), returns_K.std(ddof=1))) + GROUP_EPSILON
 
 

@@ -360,6 +360,11 @@ def _check_normalization(settings: AlgorithmSettings, key: str) -> None:
             f"{key}.normalize: got {settings.normalize} with baseline {settings.baseline}, allowed: baseline group_mean | "
             "leave_one_out, or normalize batch | none"
         )
+    if settings.normalize == "mean" and settings.normalizes_each_reward:
+        raise UserError(
+            f"{key}.normalize: got mean with {settings.name}, whose rewards have the mean 0 in each group, "
+            "allowed: group | batch | batch_rewards | none"
+        )
     if settings.normalize == "batch_rewards" and settings.baseline == "none":
         raise UserError(
             f"{key}.normalize: got batch_rewards with baseline none, allowed: another baseline, or "
