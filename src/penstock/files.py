@@ -197,6 +197,12 @@ def _locked(path: Path) -> int:
             os.close(folder)
 
 
+def sweep_scratch() -> None:
+    """Remove what killed processes left in the folders for scratch."""
+    for root in {tempfile.gettempdir(), memory_folder()}:
+        sweep(Path(root))
+
+
 def sweep(root: Path) -> None:
     """Remove the scratch folders that no process has locked: a killed process cannot clean up."""
     for path in root.glob("penstock-*"):

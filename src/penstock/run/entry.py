@@ -16,7 +16,7 @@ from penstock.config import Config
 from penstock.config.changes import Change, allowed_changes
 from penstock.config.source import with_overrides
 from penstock.errors import PenstockError, UserError
-from penstock.files import say
+from penstock.files import say, sweep_scratch
 from penstock.store import trust
 from penstock.workers.processes.process_worker import early_workers
 
@@ -59,6 +59,7 @@ def resume(
 
             check_journal(folder)  # raises if the journal is damaged, and says what to do
             raise
+        sweep_scratch()  # also if nothing is left to do: its last driver may have been killed
         if not overrides and (rule := _ended_by(folder, config)):
             say(
                 f"{folder.path} was ended by train.stop_when ({rule}); go on with: "
