@@ -1,4 +1,4 @@
-"""A supervised run has what every run has: kills, resume to the same bits, audit and replay, without an engine."""
+"""Runs that demonstrations or a teacher teach have what every run has: kills, resume to the same bits, replay."""
 
 from __future__ import annotations
 
@@ -8,25 +8,32 @@ import pytest
 
 from stages.tiny_run import KILLED, SEED, CrashServer, assert_went_on, death, digests
 
-IMITATES = ("algorithm.name=sft",)
+KINDS = {
+    "imitates": ("algorithm.name=sft",),
+    "distils": ("algorithm.name=distill", "algorithm.teacher=big", "teachers.big.path=demo"),
+}
 
 
-@pytest.fixture(scope="module")
-def undisturbed(server: CrashServer) -> tuple[list[str], dict[str, int]]:
-    run, code = server.train("imitates", *IMITATES)
+@pytest.fixture(scope="module", params=KINDS)
+def undisturbed(
+    server: CrashServer, request: pytest.FixtureRequest
+) -> tuple[str, list[str], dict[str, int]]:
+    """The kind of run, its digests, and how often it passes each boundary."""
+    kind = request.param
+    run, code = server.train(kind, *KINDS[kind])
     assert code == 0, server.output()
-    return digests(run), server.counts()
+    return kind, digests(run), server.counts()
 
 
 @pytest.mark.parametrize(
     "number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8))]
 )
 def test_a_killed_run_ends_in_the_same_bits(
-    server: CrashServer, undisturbed: tuple[list[str], dict[str, int]], number: int
+    server: CrashServer, undisturbed: tuple[str, list[str], dict[str, int]], number: int
 ) -> None:
-    expected, counts = undisturbed
+    kind, expected, counts = undisturbed
     choice = random.Random(1000 * SEED + number)
-    run, code = server.train(f"imitates-{number}", *IMITATES, **death(choice, counts))
+    run, code = server.train(f"{kind}-{number}", *KINDS[kind], **death(choice, counts))
     assert code == KILLED, server.output()
     if run.journal.exists():
         assert server.run("resume", str(run.path)) == 0, server.output()
@@ -34,13 +41,24 @@ def test_a_killed_run_ends_in_the_same_bits(
 
 
 def test_replay_recomputes_it(
-    server: CrashServer, undisturbed: tuple[list[str], dict[str, int]]
+    server: CrashServer, undisturbed: tuple[str, list[str], dict[str, int]]
 ) -> None:
-    assert server.run("replay", str(server.folder / "imitates")) == 0, server.output()
-    assert server.output().count("  equal") == len(undisturbed[0])
+    kind, expected, _ = undisturbed
+    assert server.run("replay", str(server.folder / kind)) == 0, server.output()
+    assert server.output().count("  equal") == len(expected)
+
+
+def test_a_recorded_run_can_be_distilled(server: CrashServer) -> None:
+    run, code = server.train("rewarded")
+    assert code == 0, server.output()
+    words = ("replay", str(run.path), "--algo", "distill")
+    assert server.run(*words) == 2
+    assert "algorithm.teacher: got ''" in server.output()
+    divergence = "algorithm.divergence=jsd"
+    assert server.run(*words, *KINDS["distils"][1:], divergence) == 0, server.output()
 
 
 def test_no_engine_is_started(server: CrashServer) -> None:
-    run, code = server.train("imitates-locally", *IMITATES, "launch.kind=local")
+    run, code = server.train("imitates-locally", *KINDS["imitates"], "launch.kind=local")
     assert code == 0, server.output()
     assert sorted(path.stem for path in run.logs.glob("*.log")) == ["run", "trainer"]
