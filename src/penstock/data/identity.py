@@ -1,8 +1,9 @@
 """What a run depends on outside its folder, and what of it has changed: data, tokenizer, code.
 
-The journal keeps these facts by name: the content (SHA-256, length) of each dataset, of the tokenizer and
-of the chat template, and the versions of the code. A command that continues a run measures them again.
-Content that the run draws from must be the same; changed code is told. Weights have digests of their own.
+The journal keeps these facts by name: the content (SHA-256, length) of each dataset, of the tokenizer, of
+the chat template and of the models that only score (teachers, the reference), and the versions of the code. A
+command that continues a run measures them again. Content that the run reads must be the same; changed code is
+told. The policy's weights have digests of their own.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ Facts = Mapping[str, str]
 CODE, TOKENIZER, TEMPLATE, TOTAL_STEPS = "code", "tokenizer", "chat template", "total steps"
 MACHINE, OVERLAP = "machine", "overlap of "  # the second: "overlap of eval.tasks.A and tasks.B"
 PTX = "train.ptx.data"
+_MODELS = (".path", ".reference")  # how the keys of models end
 _OWN_FILE = re.compile(r"(.+\.py):\w+")  # a user's own object, as in `my_rewards.py:score`
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "vllm", "reasoning-gym")
 _TOKENIZER_FILES = (
@@ -98,7 +100,43 @@ def measure(config: Config, datasets: Mapping[str, Dataset] | None = None) -> di
         counts = {"prompts": len(dataset), "skipped": dataset.num_skipped_long}
         facts[key] = _fact(dataset.source, dataset.content, **counts, longest=dataset.longest)
     tokenizer = _tokenizer_facts(config.model.tokenizer or config.model.path)
-    return {**facts, **tokenizer, **code_fact(config), MACHINE: _machine()}
+    models = scorer_facts(config)
+    return {**facts, **models, **tokenizer, **code_fact(config), MACHINE: _machine()}
+
+
+def scorer_facts(config: Config) -> dict[str, str]:
+    """The content of the models that score and are never trained, by the key of their path.
+
+    The adapters' own base is no scorer: the digests of the policy's weights cover it.
+    """
+    facts = {}
+    for key, path in _scorers(config).items():
+        if settings := model_file(teacher_folder(path), "config.json"):
+            files = sorted((*settings.parent.glob("*.safetensors"), *settings.parent.glob("*.bin")))
+            about = ((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+            facts[key] = _fact(path, _content_once(settings.read_bytes(), *about))
+    return facts
+
+
+def _scorers(config: Config) -> dict[str, str]:
+    """The paths of the teachers and of the reference, by key."""
+    named = {f"teachers.{name}.path": teacher.path for name, teacher in config.teachers.items()}
+    algorithms = (config.algorithm, *map(config.task_algorithm, config.tasks))
+    if config.train.reference:
+        named["train.reference"] = config.train.reference
+    elif any(algorithm.kl_beta for algorithm in algorithms) and not config.model.lora.rank:
+        named["model.path"] = config.model.path
+    return named
+
+
+@functools.cache
+def _content_once(settings: bytes, *files: tuple[Path, int, int]) -> Content:
+    """The content of a model: (path, size, time of change) of its weights, which may take a minute to read."""
+    parts = ContentHash()
+    parts.add(settings)
+    for path, _, _ in files:
+        parts.add_file(path)
+    return parts.content()
 
 
 def _machine() -> str:
@@ -197,10 +235,10 @@ def _source_hash() -> str:
 
 
 def changed_content(recorded: Facts, measured: Facts) -> dict[str, str]:
-    """By name, a phrase for each dataset, tokenizer or template that is not the recorded one."""
+    """By name, a phrase for each dataset, model, tokenizer or template that is not the recorded one."""
     phrases = {}
     for name in sorted(recorded.keys() & measured.keys()):
-        if not name.endswith(".data") and name not in (TOKENIZER, TEMPLATE):
+        if not name.endswith((".data", *_MODELS)) and name not in (TOKENIZER, TEMPLATE):
             continue
         before, after = json.loads(recorded[name]), json.loads(measured[name])
         if before["sha256"] != after["sha256"]:
@@ -241,15 +279,17 @@ def check_content(
 ) -> list[str]:
     """What has other content than the journal's record says; refuse it unless changes are accepted.
 
-    Data of an evaluation for which the user named another source is no difference.
+    Data of an evaluation and a model for which the user named another source are no difference.
     """
-    tasks, before = config.eval.tasks, folder.eras(record)[-1].config.eval.tasks
+    last = folder.eras(record)[-1].config
+    tasks, before = config.eval.tasks, last.eval.tasks
     renamed = {
         f"eval.tasks.{name}.data"
         for name in tasks.keys() & before.keys()
         if (tasks[name].data, tasks[name].data_options)
         != (before[name].data, before[name].data_options)
     }
+    renamed |= {key for key, path in _scorers(config).items() if _scorers(last).get(key) != path}
     changed = changed_content(record, measured)
     phrases = [phrase for key, phrase in changed.items() if key not in renamed]
     if phrases and not accept_changes:
@@ -276,14 +316,15 @@ def check_copy(folder: RunFolder, wanted: Config) -> list[str]:
 def differences(folder: RunFolder) -> list[str]:
     """Notes on what is no longer as in the run, for a replay or a fork of its journal.
 
-    They train on the journal's prompts and settings; only the text stream of train.ptx is read again.
+    They train on the journal's prompts and settings; the text stream of train.ptx, the teachers and the reference
+    are read again, and must be the same.
     """
     record, config = folder.record(), folder.config()
     if not record:
         return []
     measured = measure(config)
     changed = changed_content(record, measured)
-    if PTX in changed:
-        raise UserError(f"{changed[PTX]} than when the run began; put the old content back")
+    if used := [changed[key] for key in changed if key == PTX or key.endswith(_MODELS)]:
+        raise UserError(f"{used[0]} than when the run began; put the old content back")
     phrases = (folder.edited_copy(config), *changed.values(), changed_code(record, measured))
     return [f"note: {phrase}; the journal is used" for phrase in phrases if phrase]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from penstock.config import Config
 from penstock.config.source import with_overrides
-from penstock.data.identity import absolute_paths, code_fact
+from penstock.data.identity import absolute_paths, code_fact, scorer_facts
 from penstock.errors import UserError
 from penstock.inspection.track.logs import Notes
 from penstock.rollout import ProducerSnapshot
@@ -172,7 +172,7 @@ async def open_fork(folder: RunFolder, notes: Notes | None = None) -> AsyncItera
         workers = await stack.enter_async_context(trainer)
         scores = read_scores(folder.path)
         source = RecordedBatches(recorded, base.journal, config, origin.steps, scores)
-        steps, facts = config.train.steps, code_fact(config)
+        steps, facts = config.train.steps, {**code_fact(config), **scorer_facts(config)}
         job = join_parts(config, folder, base, workers, source, steps, stack, facts=facts)
         job.findings.start(base.journal.last_committed_step(), job.facts)
         job.tracker.note(f"fork of {parent.path}, steps 1 to {origin.steps}; nothing is generated")

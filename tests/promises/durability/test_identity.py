@@ -12,7 +12,7 @@ import pytest
 from penstock.store.journal import Journal
 from penstock.store.journal.schema import expression, row_check
 from penstock.store.run_folder import RunFolder
-from stages.tiny_run import CrashServer, assert_sound, digests
+from stages.tiny_run import SMALL_POLICY, CrashServer, assert_sound, digests
 
 SUMS = Path(__file__).parents[2] / "stages" / "sums.jsonl"
 INSERTED = json.dumps({"messages": [{"role": "user", "content": "7+8"}], "gt_answer": "15"})
@@ -137,6 +137,40 @@ def test_a_replay_and_a_fork_say_what_has_changed_and_use_the_journal(
     assert "note: tasks.train.data: " in server.output()
     assert server.run("replay", str(killed.path), "--algo", "rloo") == 0, server.output()
     assert "note: tasks.train.data: " in server.output()
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("teachers.big.path", ("algorithm.name=distill", "algorithm.teacher=big")),
+        ("train.reference", ("algorithm.kl_beta=0.1",)),
+    ],
+)
+def test_a_model_that_scores_must_be_the_same(
+    server: CrashServer, tmp_path: Path, key: str, words: tuple[str, ...]
+) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(SMALL_POLICY, teacher)
+    run, code = server.train(
+        f"scored-{key}",
+        f"{key}={teacher}",
+        *words,
+        "produce.strategy=sync",
+        point="after take",
+        number=4,
+    )
+    assert code == -9, server.output()
+    weights = teacher / "model.safetensors"
+    old = weights.read_bytes()
+    weights.write_bytes(old[:-2] + b"aa")
+    said = f"{key}: {teacher} has other content"
+    for command in ("resume", "replay"):
+        assert server.run(command, str(run.path)) == 2, server.output()
+        assert said in only_line(server)
+    weights.write_bytes(old)
+    assert server.run("replay", str(run.path)) == 0, server.output()
+    assert server.run("resume", str(run.path)) == 0, server.output()
+    assert_sound(run)
 
 
 def test_a_hand_edited_config_is_refused_with_the_way_to_change_it(
