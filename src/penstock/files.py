@@ -21,7 +21,7 @@ import sys
 import tempfile
 import unicodedata
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -53,13 +53,13 @@ def whole_folder(target: Path, *, mode: int = 0o777) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file so that a crash or a power failure leaves the old one or the new one, whole."""
+def write_whole(path: Path, text: str | Iterable[str]) -> None:
+    """Replace a file by a text, or by pieces of one, so that a crash or a power failure leaves the old or the new file."""
     draft = path.with_name(f".{path.name}.draft")
     draft.unlink(missing_ok=True)  # a new file: never written through a link
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with os.fdopen(os.open(draft, flags, 0o666), "w", encoding="utf-8") as file:
-        file.write(text)
+        file.writelines([text] if isinstance(text, str) else text)
         file.flush()
         os.fsync(file.fileno())
     draft.rename(path)
@@ -68,19 +68,28 @@ def write_whole(path: Path, text: str) -> None:
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """The objects in a file of JSON lines, and the numbers of the lines that are damaged or cut off."""
+    rows, damaged = [], []
+    for number, (_, row) in enumerate(each_row(path), start=1):
+        if row is None:
+            damaged.append(number)
+        else:
+            rows.append(row)
+    return rows, damaged
+
+
+def each_row(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield where each line of a file of JSON lines begins, and its object; None for a damaged or torn line."""
     if path.exists() and not path.is_file():  # a pipe or a device has no end
         raise OSError(errno.EINVAL, "not a file", str(path))
-    rows, damaged = [], []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            row = json.loads(line)  # as text, a file's lines would end at U+2028 too
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            damaged.append(number)
-    return rows, damaged
+    start = 0
+    with path.open("rb") as file:  # as text, a file's lines would end at U+2028 too
+        for line in file:
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            yield start, row if isinstance(row, dict) else None
+            start += len(line)
 
 
 def sync(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from penstock.config.source import load_config
 from penstock.errors import DigestMismatch, JournalDamaged, UserError
+from penstock.inspection.findings.live import LiveFindings
+from penstock.inspection.track.logs import last_logged_step, read_metrics, restore_metrics
 from penstock.inspection.weight_chain import chain_faults, redone_versions
 from penstock.rollout.evaluation.evaluate import SUMMARY, restore_summaries
 from penstock.run.recover import keep_trainer_alive, redo, save_at_stop
@@ -261,3 +265,35 @@ def test_evaluations_of_lost_steps_and_a_torn_line_are_cut(tmp_path: Path) -> No
     restore_summaries(tmp_path, 2)
     kept = [json.loads(line) for line in (tmp_path / SUMMARY).read_text().splitlines()]
     assert kept == whole[:2]
+
+
+def peak_of_reading(folder: RunFolder, steps: int) -> int:
+    """Most bytes in use while a resume reads the metrics of a run with so many steps."""
+    rows = (
+        {"step": step, **{f"metric/{n}": step / 7 + n for n in range(60)}}
+        for step in range(1, steps + 1)
+    )
+    folder.path.mkdir()
+    folder.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = load_config(None, []).config
+    tracemalloc.start()
+    try:
+        last_logged_step(folder.metrics)
+        restore_metrics(folder.metrics, steps, lambda step: {})
+        LiveFindings(folder, config, 2 * steps).start(steps, {})
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_memory_of_a_resume_does_not_grow_with_the_steps_behind_it(tmp_path: Path) -> None:
+    """Read as a whole, the metrics of a step were 8 KiB of the driver for as long as it lived."""
+    short, long = (peak_of_reading(RunFolder(tmp_path / str(n)), n) for n in (700, 1900))
+    assert (long - short) / 1200 < 300  # bytes a step: where its line begins
+    assert list(read_metrics(tmp_path / "1900" / "metrics.jsonl")) == list(range(1, 1901))
+
+
+def test_a_redo_reads_the_reports_of_its_own_steps(journal: Journal) -> None:
+    assert [report.step for report in journal.steps(2)] == [2, 3]
+    assert [report.step for report in journal.steps(2, 2)] == [2]
+    assert journal.steps(4, 3) == []

@@ -23,7 +23,7 @@ from penstock.config.doubts import unrepeatable_samples
 from penstock.errors import JournalDamaged
 from penstock.inspection.contents import read_contents
 from penstock.inspection.laws import EraBounds, row_faults, staleness
-from penstock.inspection.track.logs import read_metrics
+from penstock.inspection.track.logs import last_logged_step
 from penstock.inspection.weight_chain import chain_faults, redone_versions
 from penstock.rollout import calculate_stale_threshold
 from penstock.store.checkpoint import read_checkpoints
@@ -118,7 +118,7 @@ def take_audit(folder: RunFolder, *, deep: bool = False) -> Audit:
     origin = folder.origin()
     eras = [_era_bounds(era) for era in folder.eras()]
     # read before the journal: the run may be under way
-    last_logged = max(read_metrics(folder.metrics), default=0)
+    last_logged = last_logged_step(folder.metrics)
     journal = Journal.open(folder.journal, readonly=True)
     try:
         journal.check_file()

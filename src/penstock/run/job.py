@@ -579,15 +579,15 @@ def _tracker(
     status: Status,
     findings: LiveFindings,
 ) -> Fanout:
-    reports = journal.steps()
-    if reports or folder.metrics.exists():
-        restore_metrics(folder.metrics, reports)
+    last = journal.last_committed_step()
+    if last or folder.metrics.exists():
+        restore_metrics(folder.metrics, last, lambda step: journal.steps(step, step)[0].metrics)
     info = RunInfo(
         config=config,
         folder=folder.path,
         name=folder.name,
         total_steps=total_steps,
-        first_step=reports[-1].step if reports else 0,
+        first_step=last,
         live=status.live,
         findings=lambda: findings.open,
         batch=lambda: status.newest_batch,

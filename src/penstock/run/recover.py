@@ -16,7 +16,7 @@ from penstock.config.changes import Change
 from penstock.data.identity import TOTAL_STEPS, changed_code, check_content
 from penstock.errors import DigestMismatch, JournalDamaged, UserError
 from penstock.files import ScratchFolder, can_write
-from penstock.inspection.track.logs import read_metrics
+from penstock.inspection.track.logs import last_logged_step
 from penstock.run.job import Job, open_trainer
 from penstock.store.checkpoint import Checkpoint, CheckpointStore
 from penstock.store.journal import Journal, is_empty
@@ -30,7 +30,7 @@ Note = Callable[[str], None]
 
 def check_journal(folder: RunFolder) -> list[str]:
     """Notes for the user before a run continues; raise if its journal cannot be used."""
-    told = max(read_metrics(folder.metrics), default=0)
+    told = last_logged_step(folder.metrics)
     if not folder.journal.exists() or is_empty(folder.journal):
         if told or any(folder.checkpoints.glob("step-*")):
             fault = f"journal {folder.journal}: it is missing or empty"
@@ -127,7 +127,7 @@ def redo_plan(journal: Journal, first: int, last: int) -> str:
     where = f"the checkpoint of step {first - 1}" if first > 1 else "the start"
     if first > last:
         return f"trainer: restored at step {last} from its checkpoint; no step is redone"
-    times = [report.metrics for report in journal.steps() if first <= report.step <= last]
+    times = [report.metrics for report in journal.steps(first, last)]
     seconds = sum(t.get("time/step_s", 0.0) - t.get("time/consumer_wait_s", 0.0) for t in times)
     about = f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
     count = "1 step" if first == last else f"{last - first + 1} steps"
@@ -209,7 +209,7 @@ async def redo(
     Raise at a difference. With `repair`, where other bits are to be expected, note the difference and
     replace the journalled digest.
     """
-    journalled = {report.step: report for report in journal.steps()} if first <= last else {}
+    journalled = {report.step: report for report in journal.steps(first, last)}
     exact = await trainer.is_exact()
     told = False
     for step in range(first, last + 1):
@@ -340,7 +340,7 @@ async def _check_start(trainer: TrainerClient, journal: Journal) -> None:
 
 
 def _digests(journal: Journal) -> dict[int, str]:
-    digests = {report.step: report.digest for report in journal.steps()}
+    digests = dict(journal.query("SELECT step, digest FROM steps WHERE committed ORDER BY step"))
     version_0 = journal.query("SELECT digest FROM weights WHERE version = 0 LIMIT 1")
     if version_0:
         digests[0] = version_0[0][0]

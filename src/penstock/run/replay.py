@@ -107,7 +107,7 @@ def make_fork(
             groups = (group for group, _ in recorded_groups(journal, config, last))
             scores = asyncio.run(score_groups(config, journal, groups, again))
         kept = sum(keep for _, keep in recorded_groups(journal, config, last, scores))
-        digest = journal.steps()[last - 1].digest
+        digest = journal.steps(last)[0].digest
     steps = kept // config.train.groups_per_step
     if not steps:
         lost = "".join(f"; {text}" for text in describe(scores)[1:])

@@ -32,7 +32,6 @@ from penstock.types import (
     Rollout,
     Score,
     Status,
-    StepReport,
     VersionSegment,
 )
 
@@ -97,14 +96,13 @@ def test_a_number_that_json_has_no_form_for_becomes_null(tmp_path: Path) -> None
 def test_lines_of_lost_steps_and_a_torn_line_are_cut(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    reports = [StepReport(step=s, policy_version=s, digest="d", metrics={"m": s}) for s in (1, 2)]
-    restore_metrics(path, reports)
+    restore_metrics(path, 2, lambda step: {"m": step})
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_a_line_that_was_never_written_comes_from_the_journal(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    restore_metrics(path, [StepReport(step=1, policy_version=1, digest="d", metrics={"m": 0.5})])
+    restore_metrics(path, 1, lambda step: {"m": 0.5})
     assert json.loads(path.read_text()) == {"step": 1, "m": 0.5}
 
 

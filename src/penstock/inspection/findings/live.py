@@ -12,7 +12,7 @@ from typing import Any
 from penstock.config import Config
 from penstock.inspection.findings.observed import Observed, Row, looked_at_settings
 from penstock.inspection.findings.rules import AFTER_STEP, AT_START, find
-from penstock.inspection.track.logs import read_metrics
+from penstock.inspection.track.logs import each_logged_step
 from penstock.store.run_folder import RunFolder
 from penstock.store.space import DiskWatch
 from penstock.types import Batch, Finding
@@ -41,22 +41,28 @@ class LiveFindings:
         self._settings = looked_at_settings(config)
         self._last_failure = last_failure
         self._disk = DiskWatch(folder.path, config, total_steps)
-        self._rows: list[Row] = list(read_metrics(folder.metrics).values())
+        self._metrics = folder.metrics
+        self._rows: list[Row] = []
         self._at_start: list[Finding] = []
         self._told: dict[str, int] = {}  # name -> the newest step with this finding
 
     def start(self, steps_done: int, facts: Mapping[str, str]) -> None:
         """Tell how much disk the run may use, and what is wrong before its first step."""
         self._facts = facts
+        for _, row in each_logged_step(self._metrics):
+            self._keep(row)
         self._note(self._disk.forecast(steps_done))
         self._look(None, steps_done)
 
     def look(self, batch: Batch, metrics: Mapping[str, Any]) -> None:
         """Look at the run after a step; tell what is new."""
-        self._rows.append({"step": batch.step, **metrics})
+        self._keep({"step": batch.step, **metrics})
+        self._look(batch, batch.step)
+
+    def _keep(self, row: Row) -> None:
+        self._rows.append(row)
         if len(self._rows) > _FIRST + 2 * _NEWEST:
             del self._rows[_FIRST:-_NEWEST]
-        self._look(batch, batch.step)
 
     def _look(self, batch: Batch | None, step: int) -> None:
         observed = Observed(

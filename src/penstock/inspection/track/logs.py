@@ -8,11 +8,12 @@ failure is told, lost lines are counted, and every later write tries again. A li
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
 from pathlib import Path
@@ -20,9 +21,9 @@ from typing import Any
 
 from penstock.config import Config
 from penstock.config.plugins import load, python_object
-from penstock.files import free_name, read_rows, say, visible, write_whole
+from penstock.files import each_row, free_name, say, visible, write_whole
 from penstock.inspection.track import TRACKERS
-from penstock.types import Batch, Finding, Group, Rollout, StepReport, expand_segments
+from penstock.types import Batch, Finding, Group, Rollout, expand_segments
 from penstock.waits import OpenWait, WaitKind, Waits
 
 Note = Callable[[str], None]
@@ -136,24 +137,43 @@ class JsonlTracker(Tracker):
 
 def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
     """The metrics of every step, in order; lines that are cut off or damaged are left out."""
-    rows = read_rows(path)[0] if path.is_file() else []
-    by_step = {row["step"]: row for row in rows if type(row.get("step")) is int}
+    by_step = {row["step"]: row for _, row in each_logged_step(path)}
     return dict(sorted(by_step.items()))
 
 
-def restore_metrics(path: Path, reports: Sequence[StepReport]) -> None:
-    """Rewrite the file with one line per step: the old line if it is whole, else the journal's metrics.
+def each_logged_step(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield where each whole line of a step begins, and its metrics: a long run's file is read line by line."""
+    for start, row in each_row(path) if path.is_file() else ():
+        if row is not None and type(row.get("step")) is int:
+            yield start, row
+
+
+def last_logged_step(path: Path) -> int:
+    """The highest step in the file; 0 if it has none."""
+    return max((row["step"] for _, row in each_logged_step(path)), default=0)
+
+
+def restore_metrics(
+    path: Path, last: int, journalled: Callable[[int], Mapping[str, float]]
+) -> None:
+    """Rewrite the file with one line per step up to `last`: the old line, or what `journalled` has of the step.
 
     Torn lines are removed, lines of steps that the journal has lost are kept in a file beside it. A crash
     leaves the old or the new file.
     """
-    rows = read_metrics(path)
-    last = max((report.step for report in reports), default=0)
-    if lost := [row for step, row in rows.items() if step > last]:
-        beside = free_name(path.with_name(f"{path.stem}-lost-after-step-{last}{path.suffix}"))
-        write_whole(beside, "".join(f"{json.dumps(row)}\n" for row in lost))
-    kept = [rows.get(report.step) or {"step": report.step, **report.metrics} for report in reports]
-    write_whole(path, "".join(f"{json.dumps(row)}\n" for row in kept))
+    starts = {row["step"]: start for start, row in each_logged_step(path)}
+    with path.open("rb") if starts else io.BytesIO() as old:
+
+        def line(step: int) -> str:
+            if step not in starts:
+                return json.dumps({"step": step, **journalled(step)}) + "\n"
+            old.seek(starts[step])
+            return json.dumps(json.loads(old.readline())) + "\n"
+
+        if lost := sorted(step for step in starts if step > last):
+            beside = free_name(path.with_name(f"{path.stem}-lost-after-step-{last}{path.suffix}"))
+            write_whole(beside, map(line, lost))
+        write_whole(path, map(line, range(1, last + 1)))
 
 
 class NoteLog(Tracker):

@@ -378,11 +378,12 @@ class Journal:
         """The step whose batch is journalled but whose update is not, if there is one."""
         return self.query("SELECT MIN(step) FROM steps WHERE NOT committed")[0][0]
 
-    def steps(self) -> list[StepReport]:
-        """The reports of the committed steps, in order."""
+    def steps(self, first: int = 1, last: int | None = None) -> list[StepReport]:
+        """The reports of the committed steps from `first` to `last` (None: the newest), in order."""
         rows = self.query(
             "SELECT step, policy_version, digest, metrics, trained FROM steps WHERE committed"
-            " ORDER BY step"
+            " AND step >= ? AND (? IS NULL OR step <= ?) ORDER BY step",
+            (first, last, last),
         )
         return [
             StepReport(
