@@ -161,10 +161,12 @@ class OneSequence:
     """A step whose rows are one sequence; stores nothing but the shapes that the layers pass."""
 
     def __init__(self) -> None:
-        self.shapes: dict[int, tuple[int, int, int]] = {}  # layer -> kv heads, key size, value size
+        self.layers: list[int] = []  # those that stored, in their order
+        self.shapes: list[tuple[int, int, int]] = []  # of each: kv heads, key size, value size
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
+        self.layers.append(layer)
+        self.shapes.append((key.shape[1], key.shape[3], value.shape[3]))
 
     def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
         return causal_attention(call, slice(None)).transpose(1, 2)

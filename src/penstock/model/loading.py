@@ -81,9 +81,10 @@ def load_causal_lm(
     except (
         OSError,
         ValueError,
-        UnpicklingError,
-    ) as error:  # the last: a pickle with more than tensors
-        reason = str(error).strip().splitlines()[0]
+        UnpicklingError,  # a pickle with more than tensors
+        KeyError,  # a model that knows its own kinds of attention only
+    ) as error:
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise UserError(
             f"model.path: got {path!r}, which cannot be loaded ({reason}); "
             "allowed: a folder or hub name of a transformers causal LM"

@@ -20,6 +20,13 @@ from transformers.cache_utils import Cache
 
 from penstock.errors import UserError
 from penstock.model.attention import AttentionCall, OneSequence, Step
+from penstock.model.decoder_check import (
+    SHORT,
+    check_ids,
+    difference,
+    eager_attention,
+    token_logprobs,
+)
 from penstock.model.families import Family
 
 IMPLEMENTATION = "penstock"
@@ -117,34 +124,35 @@ class KVShape:
         return self.layers * self.heads * (self.key_size + self.value_size) * self.dtype.itemsize
 
 
-def probe_shape(model: torch.nn.Module) -> KVShape:
-    """Run two tokens and return what each layer stores; refuse models that keep other state."""
-    probe = OneSequence()
-    device = next(model.parameters()).device
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+def probe_shape(model: torch.nn.Module, longest: int) -> KVShape:
+    """What each layer stores; refuse models that keep other state, or whose log-probs would be others.
+
+    `longest` is the run's longest sequence.
+    """
+    name, probe = type(model).__name__, OneSequence()
     try:
-        with running(probe):
-            model(
-                input_ids=ids,
-                position_ids=torch.arange(2, device=device)[None],
-                past_key_values=StepCache(),
-                use_cache=True,
-                logits_to_keep=1,
-            )
-    except (AttributeError, LookupError, NotImplementedError, TypeError) as error:
+        _run_rows(model, probe, torch.zeros(2, dtype=torch.int64))
+    except (
+        AttributeError,
+        LookupError,
+        NotImplementedError,
+        TypeError,
+        ValueError,
+    ) as error:  # what foreign layers raise that look for state in our cache
         raise UserError(
-            f"engine transformers: got {type(model).__name__}, which needs another kind of cache "
+            f"engine transformers: got {name}, which needs another kind of cache "
             f"({type(error).__name__}: {error}); "
             "allowed: decoders with plain attention; use engine vllm for this model"
         ) from error
     layers = model.config.get_text_config().num_hidden_layers
-    shapes = set(probe.shapes.values())
-    if sorted(probe.shapes) != list(range(layers)) or len(shapes) != 1:
+    shapes = set(probe.shapes)
+    if sorted(probe.layers) != list(range(layers)) or len(shapes) != 1:
         raise UserError(
-            f"engine transformers: got {type(model).__name__} with {len(probe.shapes)} attention "
-            f"layers of {layers} and {len(shapes)} shapes, allowed: the same attention in every "
+            f"engine transformers: got {name} with {len(probe.layers)} attentions in {layers} layers "
+            f"and {len(shapes)} shapes, allowed: the same attention once in every "
             "layer; use engine vllm for this model"
         )
+    _check_logprobs(model, longest)
     heads, key_size, value_size = shapes.pop()
     return KVShape(
         layers=layers,
@@ -153,3 +161,40 @@ def probe_shape(model: torch.nn.Module) -> KVShape:
         value_size=value_size,
         dtype=next(model.parameters()).dtype,
     )
+
+
+def _run_rows(model: Any, step: Step, ids_T: torch.Tensor) -> torch.Tensor:
+    """The logits of one sequence by the model's own code over a step."""
+    ids_T = ids_T.to(next(model.parameters()).device)
+    with running(step):
+        output = model(
+            input_ids=ids_T[None],
+            position_ids=torch.arange(len(ids_T), device=ids_T.device)[None],
+            past_key_values=StepCache(),
+            use_cache=True,
+        )
+    logits_TV: torch.Tensor = output.logits[0]
+    return logits_TV
+
+
+def _check_logprobs(model: Any, longest: int) -> None:
+    """Refuse a model whose log-probs over our caches are not those of the unchanged, eager model."""
+    text = model.config.get_text_config()
+    names = ("sliding_window", "attention_window_size", "attention_chunk_size")
+    limits = [getattr(text, name, None) or 0 for name in names]
+    outgrown = max((limit for limit in limits if SHORT <= limit < longest), default=0)
+    for length in {min(SHORT, longest), min(outgrown + SHORT, longest)}:
+        ids_T = check_ids(model.get_input_embeddings().weight.shape[0], length)
+        ids_T = ids_T.to(next(model.parameters()).device)
+        with torch.no_grad():
+            with eager_attention(model):
+                plain_TV = model(input_ids=ids_T[None], use_cache=False).logits[0]
+            rows_TV = _run_rows(model, OneSequence(), ids_T)
+        actual_T, plain_T = token_logprobs(rows_TV, ids_T), token_logprobs(plain_TV, ids_T)
+        gap, exact = difference(actual_T, plain_T, plain_TV.dtype)
+        if not exact:
+            raise UserError(
+                f"engine transformers: got {type(model).__name__}, whose log-probs over a KV cache of plain "
+                f"attention differ by {gap:.2g} from its own in a sequence of {length} tokens; allowed: "
+                "decoders with plain attention; use engine vllm for this model"
+            )

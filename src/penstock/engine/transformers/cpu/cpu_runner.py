@@ -56,7 +56,7 @@ class CpuRunner:
         self._linears = ModelLinears(choose_linear(model) if options.pack else PlainLinear)
         plain = False
         if self._family is None:
-            shape, sizes, kind = probe_shape(model), linear_sizes(model), PlainLinear
+            shape, sizes, kind = probe_shape(model, longest), linear_sizes(model), PlainLinear
         else:
             self._weights = read_weights(model, self._family, self._linears)
             check_decoder(model, self._family, self._weights, longest)

@@ -112,7 +112,9 @@ class CudaRunner:
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
         self.batch_invariant, self.kv_tokens = False, 0
         self._decoder = self._make_decoder()
-        self._shape = probe_shape(model) if self._decoder is None else self._decoder.shape
+        self._shape = (
+            probe_shape(model, self._longest) if self._decoder is None else self._decoder.shape
+        )
         self._cache = StepCache()
         self._slots, self._tokens = self._choose_sizes()
         self.table = SlotTable(self._slots, end_ids(model))
@@ -130,8 +132,7 @@ class CudaRunner:
 
     def _make_decoder(self) -> CudaDecoder | None:
         """The family's decoder, checked against the model; None: the model's own code runs."""
-        positions = longest_request(self.model, self._options)
-        longest = min(positions, self._options.load.longest or positions)
+        longest = self._longest
         family = family_of(self.model.config, longest) if self._options.fuse else None
         decoder, line = (
             None,
@@ -144,6 +145,12 @@ class CudaRunner:
             line = f"{decoder.shape.layers} layers decode by {how}"
         print(f"engine on {self._device}: {line}", file=sys.stderr, flush=True)
         return decoder
+
+    @property
+    def _longest(self) -> int:
+        """The longest sequence of the run."""
+        positions = longest_request(self.model, self._options)
+        return min(positions, self._options.load.longest or positions)
 
     def _choose_sizes(self) -> tuple[int, int]:
         """The number of slots and the tokens of the KV cache; write them to the log."""
