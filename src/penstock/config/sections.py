@@ -319,8 +319,12 @@ class AlgorithmConfig(Section):
     """Estimator of the KL divergence; k3_weighted: k3 times the ratio, in the loss only; None: the algorithm's own."""
     kl_beta: float | None = Field(None, ge=0)
     """Coefficient of the KL term; 0 loads no reference model; None: the algorithm's own."""
+    kl_target: float | None = Field(None, gt=0)
+    """Mean KL of a token to which kl_beta, from its value at the start, is adapted after every step; None: it is not."""
     entropy_beta: float | None = Field(None, ge=0)
     """Factor of the entropy bonus: the mean entropy of the tokens' distributions, times this, is subtracted from the loss."""
+    entropy_target: float | None = Field(None, gt=0)
+    """Mean entropy of a token, in nats, to which entropy_beta is adapted after every step; None: it is not."""
     teacher: str | None = None
     """Name of one of [teachers]; with distill the only one who teaches, else beside the rewards (docs/teach.md)."""
     teacher_beta: float | None = Field(None, ge=0)

@@ -41,7 +41,9 @@ Facts = Mapping[str, str]
 CODE, TOKENIZER, TEMPLATE, TOTAL_STEPS = "code", "tokenizer", "chat template", "total steps"
 MACHINE, OVERLAP = "machine", "overlap of "  # the second: "overlap of eval.tasks.A and tasks.B"
 PTX = "train.ptx.data"
-_MODELS = (".path", ".reference")  # how the keys of models end
+_WEIGHTS = (
+    "weights of "  # the key of a model that scores: a setting may name another, with other content
+)
 _OWN_FILE = re.compile(r"(.+\.py):\w+")  # a user's own object, as in `my_rewards.py:score`
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "vllm", "reasoning-gym")
 _TOKENIZER_FILES = (
@@ -105,7 +107,7 @@ def measure(config: Config, datasets: Mapping[str, Dataset] | None = None) -> di
 
 
 def scorer_facts(config: Config) -> dict[str, str]:
-    """The content of the models that score and are never trained, by the key of their path.
+    """The content of the models that score and are never trained.
 
     The adapters' own base is no scorer: the digests of the policy's weights cover it.
     """
@@ -119,13 +121,15 @@ def scorer_facts(config: Config) -> dict[str, str]:
 
 
 def _scorers(config: Config) -> dict[str, str]:
-    """The paths of the teachers and of the reference, by key."""
-    named = {f"teachers.{name}.path": teacher.path for name, teacher in config.teachers.items()}
+    """The paths of the teachers and of the reference, by the names of their facts."""
+    named = {
+        f"{_WEIGHTS}teachers.{name}.path": teacher.path for name, teacher in config.teachers.items()
+    }
     algorithms = (config.algorithm, *map(config.task_algorithm, config.tasks))
     if config.train.reference:
-        named["train.reference"] = config.train.reference
+        named[f"{_WEIGHTS}train.reference"] = config.train.reference
     elif any(algorithm.kl_beta for algorithm in algorithms) and not config.model.lora.rank:
-        named["model.path"] = config.model.path
+        named[f"{_WEIGHTS}model.path"] = config.model.path
     return named
 
 
@@ -238,7 +242,8 @@ def changed_content(recorded: Facts, measured: Facts) -> dict[str, str]:
     """By name, a phrase for each dataset, model, tokenizer or template that is not the recorded one."""
     phrases = {}
     for name in sorted(recorded.keys() & measured.keys()):
-        if not name.endswith((".data", *_MODELS)) and name not in (TOKENIZER, TEMPLATE):
+        is_content = name.endswith(".data") or name.startswith(_WEIGHTS)
+        if not is_content and name not in (TOKENIZER, TEMPLATE):
             continue
         before, after = json.loads(recorded[name]), json.loads(measured[name])
         if before["sha256"] != after["sha256"]:
@@ -324,7 +329,7 @@ def differences(folder: RunFolder) -> list[str]:
         return []
     measured = measure(config)
     changed = changed_content(record, measured)
-    if used := [changed[key] for key in changed if key == PTX or key.endswith(_MODELS)]:
+    if used := [changed[key] for key in changed if key == PTX or key.startswith(_WEIGHTS)]:
         raise UserError(f"{used[0]} than when the run began; put the old content back")
     phrases = (folder.edited_copy(config), *changed.values(), changed_code(record, measured))
     return [f"note: {phrase}; the journal is used" for phrase in phrases if phrase]

@@ -33,12 +33,13 @@ from penstock.model.stored_weights import StoredWeights
 from penstock.model.transfer import to_device
 from penstock.training.adapters import add_adapters
 from penstock.training.algo import kl
+from penstock.training.algo.controller import controllers
 from penstock.training.algo.method import SFT, Algorithm, run_settings, task_algorithms
 from penstock.training.arrival import Arrival
 from penstock.training.dither import HALF_FORMATS
 from penstock.training.flat_batch import FlatBatch, mini_batches
 from penstock.training.loss_part import LossPart
-from penstock.training.metrics import mean_of_finite, peak_memory_mib, step_metrics
+from penstock.training.metrics import adapt, mean_of_finite, peak_memory_mib, step_metrics
 from penstock.training.micro_batch import CPU_TOKENS, LayerShape, micro_batch_tokens_on
 from penstock.training.model_check import check_loaded, check_model, lay_out
 from penstock.training.objective import (
@@ -127,6 +128,7 @@ class Consumer:
         self.texts = texts
         self.settings = run_settings(config)
         self.algorithms = task_algorithms(config)
+        self.controllers = controllers(self.algorithms)
         make_policy = functools.partial(Policy, longest=config.longest_sequence)
         self.reference = None if reference is None else make_policy(reference)
         self.teachers = {name: make_policy(teacher) for name, teacher in (teachers or {}).items()}
@@ -232,6 +234,7 @@ class Consumer:
         digest, fingerprints = self.digest(), hashing.result()
         ended = time.perf_counter()
         metrics = self._metrics(trained, ended - started)
+        adapt(self.controllers.values(), trained.parts, self.ranks)
         return StepReport(
             step=self.step,
             policy_version=self.policy_version,

@@ -7,12 +7,13 @@ batch changes a metric. Metric names are public: docs/algorithms.md lists them.
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from penstock.training.algo.controller import Controller
 from penstock.training.algo.kl import K3_BOUND
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.loss_part import LossPart
@@ -72,6 +73,11 @@ def step_metrics(parts: Sequence[LossPart], ranks: Ranks) -> dict[str, float]:
         sums.mean("ratio/mean", part.stats.ratio_N)
         sums.max("ratio/max", part.stats.ratio_N)
         sums.mean("clip/fraction", part.stats.clipped_N)
+        settings = part.algorithm.settings
+        if settings.kl_target:
+            sums.mean("kl/beta", np.array([settings.kl_beta]))
+        if settings.entropy_target:
+            sums.mean("entropy/beta", np.array([settings.entropy_beta]))
     metrics = sums.reduce(ranks)
     for name in ("reward", "advantage"):
         if (square := metrics.pop(f"_{name}/square", None)) is not None:
@@ -85,6 +91,18 @@ def step_metrics(parts: Sequence[LossPart], ranks: Ranks) -> dict[str, float]:
     metrics |= _log_gap_by_staleness(sampled, ranks)
     metrics["tokens/trained"] = ranks.sum_of(sum(part.flat.num_tokens for part in parts))
     return metrics
+
+
+def adapt(controllers: Iterable[Controller], parts: Sequence[LossPart], ranks: Ranks) -> None:
+    """Adapt the coefficients that have a target to what the step has measured."""
+    for controller in controllers:
+        sums = MetricSums()
+        for part in parts:
+            if part.algorithm is controller.algorithm:
+                sums.mean("kl", part.stats.kl_N)
+                sums.mean("entropy", part.stats.entropy_N)
+        means = sums.reduce(ranks)
+        controller.follow(kl=means.get("kl", np.nan), entropy=means.get("entropy", np.nan))
 
 
 def _add_tokens(sums: MetricSums, part: LossPart) -> None:

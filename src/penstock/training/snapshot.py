@@ -32,6 +32,7 @@ from penstock.errors import RunError, UserError
 from penstock.model.loading import quiet_transformers
 from penstock.model.transfer import to_host
 from penstock.training.adapters import ADAPTER
+from penstock.training.algo.controller import Controller
 from penstock.training.optimizer import LossScale, Masters
 from penstock.training.parallel.ranks import Ranks
 from penstock.training.parallel.sharding import Part, Sharding
@@ -39,7 +40,7 @@ from penstock.training.policy import Policy
 from penstock.training.ptx import TextStream
 from penstock.weights.offload import HostOffload
 
-FORMAT = 4
+FORMAT = 5
 STATE = "consumer.safetensors"
 Tensors = dict[str, Tensor]
 Piece = tuple[tuple[int, int], Tensor]  # first row and column in the whole tensor, and the values
@@ -59,6 +60,7 @@ class TrainerState(Protocol):
     loss_scale: LossScale
     host_offload: HostOffload
     texts: TextStream | None
+    controllers: dict[str, Controller]
     step: int
     policy_version: int
     bad_updates_in_a_row: int
@@ -88,6 +90,7 @@ def take_snapshot(consumer: TrainerState, folder: Path) -> Callable[[], None]:
         "bad_updates_in_a_row": consumer.bad_updates_in_a_row,
         "loss_scale": consumer.loss_scale.state_dict(),
         "ptx_cursor": consumer.texts.cursor if consumer.texts is not None else 0,
+        "controllers": {task: known.state_dict() for task, known in consumer.controllers.items()},
     }
 
     def write() -> None:
@@ -125,6 +128,8 @@ def load_snapshot(consumer: TrainerState, folder: Path) -> None:
     consumer.loss_scale.load_state_dict(content["loss_scale"])
     if consumer.texts is not None:
         consumer.texts.cursor = content["ptx_cursor"]
+    for task in consumer.controllers.keys() & content["controllers"].keys():
+        consumer.controllers[task].load_state_dict(content["controllers"][task])
     set_random_state(consumer, shards[ranks.rank if ranks.world == world else 0]["random"])
 
 

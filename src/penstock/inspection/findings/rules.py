@@ -525,7 +525,7 @@ AFTER_STEP: tuple[Rule, ...] = (  # the worst first
          "The policy gives always the same answers, and many are wrong",
          _ENTROPIES + "; {groups/zero_variance:.0%} of the groups have no variance",
          "Pay for entropy, clip rises of rare tokens less, and go back to a checkpoint before the collapse",
-         ("algorithm.entropy_beta=0.01", "algorithm.clip_high=0.28", *_LOWER_RATE)),
+         ("algorithm.entropy_beta=0.01", "algorithm.entropy_target=0.1", "algorithm.clip_high=0.28", *_LOWER_RATE)),
     Rule("kl_drift", _held("kl/mean", lambda o, kl: kl > 0.3, unless=_still_rises),
          "The policy moves away from its reference, and gains nothing by it",
          "From {first kl/mean:.3g} to {kl/mean:.3g} nats of KL a token, " + _REWARDS,

@@ -394,6 +394,20 @@ def _check_teacher(config: Config, settings: AlgorithmSettings, key: str) -> Non
         )
 
 
+def _check_targets(settings: AlgorithmSettings, key: str) -> None:
+    """Refuse a target without a coefficient that could follow it."""
+    if settings.kl_target and not settings.needs_reference:
+        raise UserError(
+            f"{key}.kl_target: got {settings.kl_target:g} with kl_beta {settings.kl_beta:g} and kl_in {settings.kl_in}, "
+            "allowed: kl_beta above 0, from which it is adapted, and kl_in loss | reward"
+        )
+    if settings.entropy_target and not settings.entropy_beta:
+        raise UserError(
+            f"{key}.entropy_target: got {settings.entropy_target:g} with entropy_beta 0, allowed: entropy_beta "
+            "above 0, from which it is adapted"
+        )
+
+
 def _check_task(config: Config, task: str) -> None:
     """Refuse an algorithm that cannot train this task."""
     settings = run_settings(config, task)
@@ -416,6 +430,7 @@ def _check_task(config: Config, task: str) -> None:
         )
     _check_normalization(settings, key)
     _check_teacher(config, settings, key)
+    _check_targets(settings, key)
     if settings.kl_beta > 0 and settings.kl_in == "none":
         raise UserError(
             f"{key}.kl_beta: got {settings.kl_beta} with kl_in none, "

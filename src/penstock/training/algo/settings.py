@@ -38,7 +38,9 @@ class AlgorithmSettings:
     kl_in: Literal["loss", "reward", "none"] = "loss"
     kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] = "k3"
     kl_beta: float = 0.0
+    kl_target: float = 0.0  # kl_beta is adapted so that the mean KL stays near this; 0: it is not
     entropy_beta: float = 0.0  # the mean entropy, times this, is subtracted from the loss
+    entropy_target: float = 0.0  # entropy_beta is adapted to this mean entropy; 0: it is not
     distills: bool = False  # rewards count for nothing: the teacher is the only one who teaches
     teacher: str = ""  # one of [teachers]
     teacher_beta: float = 0.0  # factor of the divergence from the teacher
