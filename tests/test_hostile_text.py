@@ -23,7 +23,7 @@ from penstock.store.run_folder import RunFolder
 from penstock.types import Score
 from stages.chat_policy import chat_template, user
 from stages.hostile_run import make_hostile_run
-from stages.hostile_text import SIZES, TEXTS, check_growth
+from stages.hostile_text import TEXTS, check_growth
 from stages.reward_samples import prompt, rollout
 
 READERS: dict[str, Callable[[str], object]] = {
@@ -85,7 +85,7 @@ def test_a_look_at_a_run_of_hostile_responses_takes_linear_time(
         texts = [TEXTS[name](size) for name in WRITABLE]
         return make_hostile_run(tmp_path / str(size), texts)
 
-    check_growth(look, make, SIZES[:3], first_s=10.0)
+    check_growth(look, make, first_s=10.0)
 
 
 @pytest.fixture(params=RULES)

@@ -237,11 +237,21 @@ def visible(text: str) -> str:
     """The text with every character that cannot be seen, but line feeds and tabs, replaced."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in _KEPT or _is_space(c) else _HIDDEN for c in text)
+    return text.translate(_SHOWN)
 
 
-def _is_space(character: str) -> bool:
-    return unicodedata.category(character) == "Zs"
+class _Shown(dict[int, int]):
+    """The code that is shown for each code that was seen."""
+
+    def __missing__(self, code: int) -> int:
+        character = chr(code)
+        is_space = unicodedata.category(character) == "Zs"
+        seen = character.isprintable() or character in _KEPT or is_space
+        self[code] = shown = code if seen else ord(_HIDDEN)
+        return shown
+
+
+_SHOWN = _Shown()
 
 
 def console(**options: Any) -> Console:
