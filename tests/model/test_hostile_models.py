@@ -99,5 +99,36 @@ def test_a_chat_template_that_does_not_end_is_one_line_that_names_it(
     with pytest.raises(UserError) as told:
         template.encode([{"role": "user", "content": "1+1"}, {"role": "tool", "content": "2"}])
     assert time.process_time() - start < 5
-    assert str(told.value).startswith(f"chat template of {str(model)!r}: ")
-    assert len(str(told.value).splitlines()) == 1
+    assert_names_template(told.value, model)
+
+
+LARGE_TEMPLATES = {
+    "a text that doubles": "{% set n = namespace(s='ab') %}{% for a in range(32) %}{% set n.s = n.s ~ n.s %}"
+    "{% endfor %}{{ n.s | length }}",
+    "a list that grows": "{% set n = namespace(s=[1]) %}{% for a in range(32) %}{% set n.s = n.s + n.s %}"
+    "{% endfor %}",
+    "a long text": "{{ 'x' * 50000000 }}",
+}
+
+
+@pytest.mark.parametrize("name", LARGE_TEMPLATES)
+def test_a_chat_template_that_takes_all_memory_is_one_line_that_names_it(
+    model: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "TEMPLATE_LIMIT_S", 4.0)
+    monkeypatch.setattr(chat, "TEMPLATE_LIMIT_MIB", 128)
+    (model / "chat_template.jinja").write_text(LARGE_TEMPLATES[name])
+    template = chat.ChatTemplate(load_tokenizer(str(model)))
+    with pytest.raises(UserError, match=r"MiB of memory|characters, allowed") as told:
+        template.encode([{"role": "user", "content": "1+1"}])
+    assert_names_template(told.value, model)
+
+
+def test_a_long_conversation_is_no_fault_of_its_template(model: Path) -> None:
+    template = chat.ChatTemplate(load_tokenizer(str(model)))
+    assert len(template.render([{"role": "user", "content": "1+" * 600_000}])) >= 1_200_000
+
+
+def assert_names_template(error: UserError, model: Path) -> None:
+    assert str(error).startswith(f"chat template of {str(model)!r}: ")
+    assert len(str(error).splitlines()) == 1

@@ -8,14 +8,16 @@ prompt. Does not cut prompts and does not know datasets. transformers is importe
 from __future__ import annotations
 
 import re
+import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -28,6 +30,9 @@ Message = Mapping[str, Any]
 _OWN_ARGUMENTS = frozenset({"messages", "add_generation_prompt", "tokenize"})  # set here
 _PROBE = "probe7341"  # text that no template writes itself
 TEMPLATE_LIMIT_S = 5.0  # of processor time for one conversation; templates need milliseconds
+TEMPLATE_LIMIT_MIB = 1024  # by which a conversation may raise the most memory that the process has had
+_CHECKS = 20  # of both limits, until the time is over
+_LONG_TEXT, _LONG_FACTOR = 2**20, 10  # characters, and how many times as long as its conversation
 _CUT = "ꙮ⁂ꙮ"  # rendered text is tokenised in pieces: no token spans a cut, and templates print it
 _TOKENIZER_OR_MODEL = ("tokenizer_config.json", "config.json")
 _HUB_S = 5.0  # in which the hub must answer
@@ -101,6 +106,12 @@ def _check_folder(path: str | Path) -> None:
         raise UserError(
             f"tokenizer: got {str(path)!r}, allowed: a folder that exists, or a hub name"
         )
+
+
+def _peak_mib() -> int:
+    """The most memory that this process has had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak >> (20 if sys.platform == "darwin" else 10)  # bytes there, KiB elsewhere
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
@@ -258,7 +269,7 @@ class ChatTemplate:
 
         def shows(message: dict[str, Any]) -> bool:
             try:
-                with self._time_limit():
+                with self._limits():
                     text = self.tokenizer.apply_chat_template([message], tokenize=False)
             except (TemplateError, TypeError, ArithmeticError, MemoryError, RecursionError):
                 return False
@@ -290,7 +301,7 @@ class ChatTemplate:
         if self._wants_parts:
             conversation = [_in_parts(message) for message in conversation]
         try:
-            with self._time_limit():
+            with self._limits():
                 text = self.tokenizer.apply_chat_template(
                     conversation,
                     add_generation_prompt=add_generation_prompt,
@@ -306,6 +317,11 @@ class ChatTemplate:
             raise UserError(
                 f"chat template: refused messages with roles {roles}: {error}"
             ) from error
+        if len(text) > _LONG_TEXT and len(text) > _LONG_FACTOR * len(str(conversation)):
+            raise UserError(
+                f"chat template of {self._folder}: got {len(text)} characters, allowed: at most "
+                f"{_LONG_FACTOR} times the length of the conversation"
+            )
         return str(text)
 
     @property
@@ -313,30 +329,37 @@ class ChatTemplate:
         return repr(str(getattr(self.tokenizer, "name_or_path", "") or self._model))
 
     @contextmanager
-    def _time_limit(self) -> Iterator[None]:
-        """Raise UserError in a template that computes too long, wherever it is: loops, products, powers.
+    def _limits(self) -> Iterator[None]:
+        """Raise UserError in a template that computes too long or takes too much memory, wherever it is.
 
-        By a signal, which only the main thread gets; conversations are rendered there.
+        By a signal, which only the main thread gets; a program's other threads have no such limits.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        start = time.thread_time()
+        start, peak = time.thread_time(), _peak_mib()
 
-        def stop(number: int, frame: object) -> None:
-            if time.thread_time() - start > TEMPLATE_LIMIT_S:  # the timer counts all threads
-                raise UserError(
-                    f"chat template of {self._folder}: got more than {TEMPLATE_LIMIT_S:g} s of "
-                    "processor time for one conversation, allowed: a template that ends"
-                )
+        def check(number: int, frame: object) -> None:
+            seconds = time.thread_time() - start  # the timer counts all threads
+            if seconds > TEMPLATE_LIMIT_S:
+                self._refuse(f"{TEMPLATE_LIMIT_S:g} s of processor time")
+            if seconds > TEMPLATE_LIMIT_S / _CHECKS and _peak_mib() - peak > TEMPLATE_LIMIT_MIB:
+                self._refuse(f"{TEMPLATE_LIMIT_MIB} MiB of memory")
 
-        before = signal.signal(signal.SIGVTALRM, stop)
-        signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_LIMIT_S, TEMPLATE_LIMIT_S / 4)
+        before = signal.signal(signal.SIGVTALRM, check)
+        interval_s = TEMPLATE_LIMIT_S / _CHECKS
+        signal.setitimer(signal.ITIMER_VIRTUAL, interval_s, interval_s)
         try:
             yield
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.signal(signal.SIGVTALRM, before)
+
+    def _refuse(self, got: str) -> NoReturn:
+        raise UserError(
+            f"chat template of {self._folder}: got more than {got} for one conversation, "
+            "allowed: a template that ends"
+        )
 
     def encode_text(self, text: str) -> np.ndarray:
         """The ids of text, int32, with nothing added (rendered turns, text streams)."""
