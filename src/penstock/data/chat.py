@@ -30,7 +30,9 @@ Message = Mapping[str, Any]
 _OWN_ARGUMENTS = frozenset({"messages", "add_generation_prompt", "tokenize"})  # set here
 _PROBE = "probe7341"  # text that no template writes itself
 TEMPLATE_LIMIT_S = 5.0  # of processor time for one conversation; templates need milliseconds
-TEMPLATE_LIMIT_MIB = 1024  # by which a conversation may raise the most memory that the process has had
+TEMPLATE_LIMIT_MIB = (
+    1024  # by which a conversation may raise the most memory that the process has had
+)
 _CHECKS = 20  # of both limits, until the time is over
 _LONG_TEXT, _LONG_FACTOR = 2**20, 10  # characters, and how many times as long as its conversation
 _CUT = "ꙮ⁂ꙮ"  # rendered text is tokenised in pieces: no token spans a cut, and templates print it
@@ -106,6 +108,39 @@ def _check_folder(path: str | Path) -> None:
         raise UserError(
             f"tokenizer: got {str(path)!r}, allowed: a folder that exists, or a hub name"
         )
+
+
+@contextmanager
+def limits(what: str) -> Iterator[None]:
+    """Raise UserError where a tokenizer's template or pattern computes too long or takes too much memory.
+
+    By a signal, which only the main thread gets; a program's other threads have no such limits.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    start, peak = time.thread_time(), _peak_mib()
+
+    def refuse(got: str) -> NoReturn:
+        raise UserError(
+            f"{what}: got more than {got} for one conversation, allowed: a template that ends"
+        )
+
+    def check(number: int, frame: object) -> None:
+        seconds = time.thread_time() - start  # the timer counts all threads
+        if seconds > TEMPLATE_LIMIT_S:
+            refuse(f"{TEMPLATE_LIMIT_S:g} s of processor time")
+        if seconds > TEMPLATE_LIMIT_S / _CHECKS and _peak_mib() - peak > TEMPLATE_LIMIT_MIB:
+            refuse(f"{TEMPLATE_LIMIT_MIB} MiB of memory")
+
+    before = signal.signal(signal.SIGVTALRM, check)
+    interval_s = TEMPLATE_LIMIT_S / _CHECKS
+    signal.setitimer(signal.ITIMER_VIRTUAL, interval_s, interval_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _peak_mib() -> int:
@@ -269,7 +304,7 @@ class ChatTemplate:
 
         def shows(message: dict[str, Any]) -> bool:
             try:
-                with self._limits():
+                with limits(f"chat template of {self._folder}"):
                     text = self.tokenizer.apply_chat_template([message], tokenize=False)
             except (TemplateError, TypeError, ArithmeticError, MemoryError, RecursionError):
                 return False
@@ -301,7 +336,7 @@ class ChatTemplate:
         if self._wants_parts:
             conversation = [_in_parts(message) for message in conversation]
         try:
-            with self._limits():
+            with limits(f"chat template of {self._folder}"):
                 text = self.tokenizer.apply_chat_template(
                     conversation,
                     add_generation_prompt=add_generation_prompt,
@@ -327,39 +362,6 @@ class ChatTemplate:
     @property
     def _folder(self) -> str:
         return repr(str(getattr(self.tokenizer, "name_or_path", "") or self._model))
-
-    @contextmanager
-    def _limits(self) -> Iterator[None]:
-        """Raise UserError in a template that computes too long or takes too much memory, wherever it is.
-
-        By a signal, which only the main thread gets; a program's other threads have no such limits.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        start, peak = time.thread_time(), _peak_mib()
-
-        def check(number: int, frame: object) -> None:
-            seconds = time.thread_time() - start  # the timer counts all threads
-            if seconds > TEMPLATE_LIMIT_S:
-                self._refuse(f"{TEMPLATE_LIMIT_S:g} s of processor time")
-            if seconds > TEMPLATE_LIMIT_S / _CHECKS and _peak_mib() - peak > TEMPLATE_LIMIT_MIB:
-                self._refuse(f"{TEMPLATE_LIMIT_MIB} MiB of memory")
-
-        before = signal.signal(signal.SIGVTALRM, check)
-        interval_s = TEMPLATE_LIMIT_S / _CHECKS
-        signal.setitimer(signal.ITIMER_VIRTUAL, interval_s, interval_s)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before)
-
-    def _refuse(self, got: str) -> NoReturn:
-        raise UserError(
-            f"chat template of {self._folder}: got more than {got} for one conversation, "
-            "allowed: a template that ends"
-        )
 
     def encode_text(self, text: str) -> np.ndarray:
         """The ids of text, int32, with nothing added (rendered turns, text streams)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.data import chat
 from penstock.data.chat import ChatTemplate
 from penstock.engine.protocol import SamplingParams
 from penstock.rollout.agent.bridge import Bridge
@@ -29,7 +31,7 @@ TOOL = {
 WRITABLE = [name for name in TEXTS if name != "lone surrogates"]  # no token stands for one
 
 
-DIALECT = {  # as a tokenizer may name its own
+DIALECT: dict[str, Any] = {  # as a tokenizer may name its own
     "start_anchor": "<turn>assistant\n",
     "fields": {
         "thinking": {"open": "<think>", "close": "</think>"},
@@ -68,6 +70,23 @@ def test_a_reader_of_tool_calls_takes_linear_time(
     name: str, read: Callable[[np.ndarray], object]
 ) -> None:
     check_growth(read, lambda size: chat_template().encode_text(TEXTS[name](size)))
+
+
+@pytest.mark.parametrize("place", ["open_pattern", "close_pattern"])
+def test_an_answer_that_a_tokenizers_own_pattern_does_not_end_on_is_content(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "TEMPLATE_LIMIT_S", 0.2)
+    tokenizer, slow = chat_tokenizer(), r"(?:a|aa)+\n"
+    calls = {**DIALECT["fields"]["tool_calls"], place: slow}
+    del calls[place.removesuffix("_pattern")]
+    tokenizer.response_template = {**DIALECT, "fields": {**DIALECT["fields"], "tool_calls": calls}}
+    template, said = ChatTemplate(tokenizer), "<tool_call>" + "a" * 500
+    context = template.encode_text("<turn>assistant\n")
+    start = time.process_time()
+    answer = Bridge(template).parse(template.encode_text(said), context, [TOOL], 7)
+    assert answer == {"role": "assistant", "content": said}
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize("name", WRITABLE)

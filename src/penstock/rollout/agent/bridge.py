@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.data.chat import ChatTemplate
+from penstock.data.chat import ChatTemplate, limits
 from penstock.data.sampler import stable_hash
 from penstock.errors import UserError
 from penstock.rollout.agent.tree import Message, arguments_of, text_of
@@ -204,12 +204,13 @@ class Bridge:
                 parsed = _read_tags(self._chat.decode(token_ids), region, tools)
             else:
                 text = self._chat.decode_prompt(token_ids)
-                parser = ResponseParser(template, prefix=prefix, tools=list(tools))
-                for start in range(0, len(text), _PIECE):
-                    parser.feed(text[start : start + _PIECE])
-                parsed, _ = parser.finalize()
+                with limits("response template"):  # its patterns are the tokenizer's own
+                    parser = ResponseParser(template, prefix=prefix, tools=list(tools))
+                    for start in range(0, len(text), _PIECE):
+                        parser.feed(text[start : start + _PIECE])
+                    parsed, _ = parser.finalize()
             return _message(parsed, key)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (UserError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return {"role": "assistant", "content": self._chat.decode(token_ids)}
 
 
