@@ -50,6 +50,18 @@ def test_the_folder_has_the_model_and_a_card_from_the_journal(
     assert (out / "curves.svg").read_text().count("<polyline") == 2
 
 
+def test_the_average_of_the_weights_is_exported_where_there_is_one(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    step = run.checkpoints / "step-6"
+    (step / "ema").mkdir()
+    (step / "ema" / "model.safetensors").write_text("averaged")
+    (step / checkpoints.MANIFEST).unlink()
+    checkpoints._write_manifest(step, 6, "a1b2" * 8)
+    exported = export_run(run, tmp_path / "averaged")
+    assert (exported / "model.safetensors").read_text() == "averaged"
+
+
 def test_an_existing_folder_is_not_overwritten_and_a_run_needs_a_checkpoint(
     run: RunFolder, tmp_path: Path
 ) -> None:

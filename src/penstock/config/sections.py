@@ -444,8 +444,18 @@ class TrainConfig(Section):
     """How the trainer ranks divide the work; the rest of launch.num_consumers is data parallel."""
     reference: str = ""
     """Folder or hub name of the reference model of the KL term; empty: the starting policy."""
+    reference_every: int = Field(0, ge=0)
+    """Steps after which the reference becomes the policy, or moves towards it by 1 - reference_decay; 0: it stays."""
+    reference_decay: float = Field(0.0, ge=0, lt=1)
+    """Share of the old reference in the new one: an average of the policies, moved every reference_every steps, or every step."""
+    ema_decay: float = Field(0.0, ge=0, lt=1)
+    """Share of the old average in the running average of the weights that is exported and evaluated; 0: no average."""
     ptx: PtxConfig = PtxConfig()
     """Auxiliary language-modelling loss."""
+
+    @property
+    def reference_moves(self) -> bool:
+        return self.reference_every > 0 or self.reference_decay > 0
 
 
 class SyncConfig(Section):

@@ -35,6 +35,7 @@ from penstock.data.source import (
     names_files,
 )
 from penstock.errors import UserError
+from penstock.store.checkpoint import model_folder
 from penstock.store.run_folder import CONFIG, RunFolder
 
 Facts = Mapping[str, str]
@@ -82,7 +83,8 @@ def teacher_folder(path: str) -> str:
     folder = Path(path).expanduser()
     models = [place for place in folder.glob("checkpoints/step-*/model") if place.is_dir()]
     if models:
-        folder = max(models, key=lambda place: int(place.parent.name.removeprefix("step-")))
+        newest = max(models, key=lambda place: int(place.parent.name.removeprefix("step-")))
+        folder = model_folder(newest.parent)
     return os.path.abspath(folder) if path != "demo" and folder.is_dir() else path
 
 
@@ -128,7 +130,11 @@ def _scorers(config: Config) -> dict[str, str]:
     algorithms = (config.algorithm, *map(config.task_algorithm, config.tasks))
     if config.train.reference:
         named[f"{_WEIGHTS}train.reference"] = config.train.reference
-    elif any(algorithm.kl_beta for algorithm in algorithms) and not config.model.lora.rank:
+    elif (
+        any(algorithm.kl_beta for algorithm in algorithms)
+        and not config.model.lora.rank
+        and not config.train.reference_moves
+    ):
         named[f"{_WEIGHTS}model.path"] = config.model.path
     return named
 

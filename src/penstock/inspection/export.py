@@ -22,7 +22,7 @@ from penstock.inspection.audit import take_audit
 from penstock.inspection.record import RunRecord, read_run, take_figures
 from penstock.inspection.track.console import draw_curves
 from penstock.rollout.evaluation.evaluate import best_step, read_scores
-from penstock.store.checkpoint import Checkpoint, CheckpointStore
+from penstock.store.checkpoint import Checkpoint, CheckpointStore, model_folder
 from penstock.store.run_folder import RunFolder
 
 CARD, CURVES = "README.md", "curves.svg"
@@ -75,7 +75,7 @@ def choose_checkpoint(folder: RunFolder, step: str | None = None) -> Checkpoint:
 
 
 def _copy_model(folder: RunFolder, checkpoint: Checkpoint, target: Path, *, adapter: bool) -> None:
-    model = checkpoint.path / "model"
+    model = model_folder(checkpoint.path)
     weights = (".safetensors", ".safetensors.index.json")
     for file in sorted(path for path in model.iterdir() if path.is_file()):
         if file.is_symlink():
@@ -118,6 +118,8 @@ def model_card(
     config = folder.config()
     base = _cell(_public(config.model.path))
     what = "adapters" if adapter else "model"
+    if config.train.ema_decay:
+        what = f"running average (train.ema_decay {config.train.ema_decay:g}) of the {what}"
     sections = [
         _front_matter(config, adapter=adapter),
         f"# {_cell(folder.name)}\n\nThe {what} after step {checkpoint.step} of a reinforcement-learning run: {base}, "

@@ -48,7 +48,7 @@ from penstock.run.recover import (
 from penstock.run.replay import check_run, make_fork, open_fork
 from penstock.run.run_data import in_thread
 from penstock.store import run_folder, trust
-from penstock.store.checkpoint import MANIFEST
+from penstock.store.checkpoint import MANIFEST, model_folder
 from penstock.store.run_folder import RunFolder
 from penstock.training.algo.doubts import algorithm_doubts
 from penstock.types import StepReport
@@ -432,7 +432,7 @@ def _model_config(path: str | None, overrides: Sequence[str], trusted: bool) -> 
     if path is None or Path(path).is_file():
         return trust.load_trusted(path, overrides, trust=trusted)
     if (Path(path) / MANIFEST).is_file():
-        path = str(Path(path) / "model")  # a checkpoint
+        path = str(model_folder(Path(path)))  # a checkpoint
     if path == "demo" or (Path(path) / "config.json").is_file() or _is_hub_name(path):
         return trust.load_trusted(None, [f"model.path={path}", *overrides], bare=True)
     try:
@@ -442,7 +442,10 @@ def _model_config(path: str | None, overrides: Sequence[str], trusted: bool) -> 
             f"model: got {path!r}, allowed: a config file, a run (its folder, or its name in runs/), a "
             "model folder (one with config.json), a hub name owner/name, or demo"
         ) from None
-    model = [f"model.path={choose_checkpoint(folder).path / 'model'}"]
+    used = model_folder(choose_checkpoint(folder).path)
+    if folder.config().train.ema_decay:
+        _tell(f"the running average of the weights is used: {used}")
+    model = [f"model.path={used}"]
     trust.check(folder.path, [folder.config()], trust=trusted)
     return with_overrides(folder.config(), [*model, *overrides])
 

@@ -1,6 +1,6 @@
 """Checkpoints of the trainer: complete or absent, written during training.
 
-    checkpoints/step-N/ model/ (HF safetensors)  trainer state  manifest.json (written last)
+    checkpoints/step-N/ model/ (HF safetensors)  ema/ (its average, if there is one)  trainer state  manifest.json (written last)
 
 The trainer copies its state to memory, which is quick. The copy is written in the background into a
 hidden folder, and the folder is renamed into place after its manifest is on disk. At most one write
@@ -49,6 +49,12 @@ class Checkpoint:
     path: Path
     step: int
     digest: str  # digest of the weights, as the trainer computed it
+
+
+def model_folder(checkpoint: Path) -> Path:
+    """The model of a checkpoint for use outside its run: the running average of the weights, if it has one."""
+    average = checkpoint / "ema"
+    return average if average.is_dir() else checkpoint / "model"
 
 
 class CheckpointStore:
@@ -159,7 +165,7 @@ class CheckpointStore:
 
     def newest_model(self) -> Path | None:
         """The model folder of the newest complete checkpoint; its files are not read."""
-        models = (path / "model" for path in self._paths() if (path / MANIFEST).is_file())
+        models = (model_folder(path) for path in self._paths() if (path / MANIFEST).is_file())
         return next(models, None)
 
     def oldest(self, first_step: int) -> Checkpoint | None:

@@ -36,6 +36,7 @@ from penstock.training.algo import kl
 from penstock.training.algo.controller import controllers
 from penstock.training.algo.method import SFT, Algorithm, run_settings, task_algorithms
 from penstock.training.arrival import Arrival
+from penstock.training.average import REFERENCE, averages
 from penstock.training.dither import HALF_FORMATS
 from penstock.training.flat_batch import FlatBatch, mini_batches
 from penstock.training.loss_part import LossPart
@@ -65,10 +66,10 @@ from penstock.training.parallel.ranks import Ranks, digest_over
 from penstock.training.policy import (
     Policy,
     load_for_ranks,
-    load_policy,
     trainer_device,
 )
 from penstock.training.ptx import TextStream
+from penstock.training.scorers import load_scorers
 from penstock.training.snapshot import (
     load_snapshot,
     read_random_state,
@@ -154,6 +155,7 @@ class Consumer:
         if config.train.masters == "dithered":
             self.masters.dither(config.seed)
             self.policy.merge_seed = config.seed
+        self.averages = averages(config.train, self.masters)
         self.arrival = Arrival(self.policy, self.masters)
         self.optimizer = make_optimizer(self.masters.parameters, config.train)
         self.update_step = UpdateStep(self.masters, self.optimizer, config.train.max_grad_norm)
@@ -180,17 +182,7 @@ class Consumer:
         model, stored = load_for_ranks(config.model, own_dtype, ranks)
         if config.model.lora.rank:
             add_adapters(model, config.model.lora)
-        reference = None
-        base_is_reference = config.model.lora.rank > 0 and not config.train.reference
-        algorithms = task_algorithms(config).values()
-        needs_reference = any(algorithm.settings.needs_reference for algorithm in algorithms)
-        if needs_reference and not base_is_reference:
-            path = config.train.reference or config.model.path
-            reference = load_policy(path, config.model, dtype).requires_grad_(False)
-        teachers = {
-            name: load_policy(teacher.path, config.model, dtype).requires_grad_(False)
-            for name, teacher in config.teachers.items()
-        }
+        reference, teachers = load_scorers(config, dtype)
         return cls(
             config,
             model,
@@ -227,6 +219,8 @@ class Consumer:
             raise
         self.step = batch.step
         self.policy_version += 1
+        for average in self.averages.values():
+            average.follow(self.step)
         if self.texts is not None:
             per_update = self.config.train.ptx.sequences_per_step
             self.texts.cursor += len(trained.texts) * per_update
@@ -284,8 +278,10 @@ class Consumer:
             yield teacher, self.config.teachers[name].path
 
     def _training_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that only `train` needs: masters, frozen models, optimizer moments."""
+        """Yield the tensors that only `train` needs: masters, averages, frozen models, optimizer moments."""
         yield from self.masters.separate
+        for average in self.averages.values():
+            yield from average.tensors.values()
         for policy, _ in self._policies():
             if policy is not self.policy:
                 yield from policy.parameters()
@@ -399,7 +395,8 @@ class Consumer:
     def _reference_logprobs(self, part: LossPart) -> Tensor:
         if self.reference is not None:
             return self._logprobs(part.flat, part.inputs, self.reference)
-        with self.policy.without_adapters():
+        moving = self.averages.get(REFERENCE)
+        with moving.in_place(self.policy) if moving else self.policy.without_adapters():
             return self._logprobs(part.flat, part.inputs, self.policy)
 
     def _logprobs(self, flat: FlatBatch, inputs: TokenInputs, policy: Policy) -> Tensor:

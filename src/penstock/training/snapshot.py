@@ -1,8 +1,9 @@
 """A consumer's part of a checkpoint folder. Training after a load continues bitwise.
 
     model/                           the policy (adapters merged) for transformers, and its tokenizer
-    consumer.safetensors             counters, random state; one rank: also masters and optimizer moments
-    shards/rank-R-of-W.safetensors   several ranks: masters and moments, the part that each rank holds
+    ema/                             the same of the running average, with train.ema_decay
+    consumer.safetensors             counters, random state; one rank: also masters, averages, optimizer moments
+    shards/rank-R-of-W.safetensors   several ranks: masters, averages, moments, the part that each rank holds
     config.toml                      the config that was in force
 
 No file is a pickle, so that loading one executes nothing. Each rank writes and reads without the
@@ -33,6 +34,7 @@ from penstock.model.loading import quiet_transformers
 from penstock.model.transfer import to_host
 from penstock.training.adapters import ADAPTER
 from penstock.training.algo.controller import Controller
+from penstock.training.average import EMA, REFERENCE, Average
 from penstock.training.optimizer import LossScale, Masters
 from penstock.training.parallel.ranks import Ranks
 from penstock.training.parallel.sharding import Part, Sharding
@@ -61,6 +63,7 @@ class TrainerState(Protocol):
     host_offload: HostOffload
     texts: TextStream | None
     controllers: dict[str, Controller]
+    averages: dict[str, Average]
     step: int
     policy_version: int
     bad_updates_in_a_row: int
@@ -76,10 +79,10 @@ def take_snapshot(consumer: TrainerState, folder: Path) -> Callable[[], None]:
     are copied from where they are on the host.
     """
     first, ranks = consumer.ranks.is_first, consumer.ranks
-    weights: Tensors = {}
-    for name, tensor in consumer.weights():  # gathered by all ranks, kept by the first
-        if first:
-            weights[name] = to_host(tensor)
+    weights, averaged = _gathered(consumer), Tensors()
+    if average := consumer.averages.get(EMA):
+        with average.in_place(consumer.policy, consumer.host_offload.current):
+            averaged = _gathered(consumer)
     pieces = _own_pieces(consumer)
     random_state = read_random_state(consumer)
     content: dict[str, Any] = {
@@ -100,6 +103,8 @@ def take_snapshot(consumer: TrainerState, folder: Path) -> Callable[[], None]:
                 _write(_shard_path(folder, ranks.rank, ranks.world), {}, pieces, random_state)
             if first:
                 _save_model(consumer, weights, folder / "model")
+                if averaged:
+                    _save_model(consumer, averaged, folder / EMA)
                 _write(folder / STATE, content, pieces if alone else {}, random_state)
                 (folder / "config.toml").write_text(to_toml(consumer.config), encoding="utf-8")
         except (RuntimeError, SafetensorError) as error:  # how the two formats report a full disk
@@ -120,7 +125,15 @@ def load_snapshot(consumer: TrainerState, folder: Path) -> None:
         shards = [read_state(_shard_path(folder, rank, world)) for rank in range(world)]
     _make_moments(consumer)
     saved = [shard["pieces"] for shard in shards]
+    known = {_kind(name) for pieces in saved for name in pieces}
+    unused = {REFERENCE, EMA} - consumer.averages.keys()  # an average that was switched off since
+    saved = [
+        {n: piece for n, piece in pieces.items() if _kind(n) not in unused} for pieces in saved
+    ]
     _fill(_tensors(consumer), saved, consumer.policy.sharding, folder)
+    for kind, average in consumer.averages.items():
+        if kind not in known:  # switched on since
+            average.restart()
     consumer.masters.write_back()
     consumer.step = content["step"]
     consumer.policy_version = content["policy_version"]
@@ -131,6 +144,12 @@ def load_snapshot(consumer: TrainerState, folder: Path) -> None:
     for task in consumer.controllers.keys() & content["controllers"].keys():
         consumer.controllers[task].load_state_dict(content["controllers"][task])
     set_random_state(consumer, shards[ranks.rank if ranks.world == world else 0]["random"])
+
+
+def _gathered(consumer: TrainerState) -> Tensors:
+    """The weights on the host: gathered by all ranks, kept by the first."""
+    first = consumer.ranks.is_first
+    return {name: to_host(tensor) for name, tensor in consumer.weights() if first}
 
 
 def _shard_path(folder: Path, rank: int, world: int) -> Path:
@@ -193,6 +212,8 @@ def _tensors(consumer: TrainerState) -> Tensors:
         tensors[_MASTER + name] = parameter.detach()
         for key, value in consumer.optimizer.state.get(parameter, {}).items():
             tensors[f"{key}/{name}"] = value
+    for kind, average in consumer.averages.items():
+        tensors |= {f"{kind}/{name}": tensor for name, tensor in average.tensors.items()}
     return tensors
 
 
@@ -217,6 +238,11 @@ def _own_pieces(consumer: TrainerState) -> Pieces:
             first = (part.first_row, part.first_column)
             pieces[name] = (first, to_host(current(part.values)))
     return pieces
+
+
+def _kind(name: str) -> str:
+    """Whether a saved tensor is a master, an average or a moment."""
+    return name.partition("/")[0]
 
 
 def _owner(name: str) -> str:
@@ -325,13 +351,14 @@ def _check_peft(settings: Any, config: ModelConfig) -> None:
 
 
 def read_adapters(checkpoint: Path) -> dict[str, Tensor]:
-    """The adapters of a checkpoint under peft's names, put together from all ranks."""
+    """The adapters of a checkpoint, averaged if it has an average, under peft's names and put together from all ranks."""
     rows: dict[str, list[Piece]] = {}
+    kind = f"{EMA}/" if (checkpoint / EMA).is_dir() else _MASTER
     shards = sorted(checkpoint.glob("shards/*"))
     for path in (checkpoint / STATE, *shards):
         for name, piece in read_state(path)["pieces"].items():
-            if name.startswith(_MASTER) and ".lora_" in name:
-                rows.setdefault(name.removeprefix(_MASTER), []).append(piece)
+            if name.startswith(kind) and ".lora_" in name:
+                rows.setdefault(name.removeprefix(kind), []).append(piece)
     return {
         _PEFT + name.replace(f".{ADAPTER}.weight", ".weight"): torch.cat(
             [part for _, part in sorted(pieces, key=lambda piece: piece[0])]

@@ -11,6 +11,7 @@ from stages.tiny_run import KILLED, SEED, CrashServer, assert_went_on, death, di
 KINDS = {
     "imitates": ("algorithm.name=sft",),
     "distils": ("algorithm.name=distill", "algorithm.teacher=big", "teachers.big.path=demo"),
+    "references": ("algorithm.kl_beta=0.1", "train.reference_every=2", "train.ema_decay=0.5"),
     "adapts": (
         *("algorithm.kl_beta=0.1", "algorithm.kl_target=0.05"),
         *("algorithm.entropy_beta=0.01", "algorithm.entropy_target=2.0"),

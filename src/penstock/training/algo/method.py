@@ -467,6 +467,16 @@ def check_algorithm(config: Config) -> None:
             f"train.reference: got {train.reference!r}, allowed: empty unless "
             f"algorithm.kl_beta > 0 (it is 0 for {names})"
         )
+    if train.reference_moves:
+        key = "reference_every" if train.reference_every else "reference_decay"
+        got = f"train.{key}: got {train.reference_every or train.reference_decay:g}"
+        if not any(method.settings.needs_reference for method in algorithms):
+            raise UserError(f"{got}, allowed: 0 unless algorithm.kl_beta > 0")
+        if train.reference:
+            raise UserError(
+                f"{got} with train.reference {train.reference!r}, allowed: one of the two (a reference that moves "
+                "begins as the policy)"
+            )
     if train.groups_per_step % (train.mini_batches * ranks):
         raise UserError(
             f"train.mini_batches x data-parallel ranks: got {train.mini_batches} x {ranks}, "
