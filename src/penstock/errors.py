@@ -55,6 +55,10 @@ class TooManyFailures(RunError):
     """The share of failing groups went past its limit (docs/architecture.md, law 7)."""
 
 
+class PromptsRetired(RunError):
+    """Every prompt of a task is solved, and solved prompts are not drawn again."""
+
+
 class DigestMismatch(RunError):
     """Weights do not match their digest; they are refused and the run stops."""
 

@@ -56,6 +56,8 @@ RULES = (
     ("tasks.*.produce.*", FREE),
     ("tasks.*.algorithm.*", UPDATE),
     ("tasks.*.weight", FREE),
+    ("tasks.*.sampler", FREE),
+    ("tasks.*.retire_solved", FREE),
     ("tasks.*.rewards", FREE),
     ("tasks.*.agent*", FREE),
     ("tasks.*", "the journal's groups refer to positions in the tasks' original data"),

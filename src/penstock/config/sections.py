@@ -135,12 +135,30 @@ class TaskDataConfig(Section):
 class TaskConfig(TaskDataConfig):
     weight: float = Field(1.0, ge=0)
     """Share of this task in every batch, relative to the other tasks; remainders are carried over."""
+    sampler: Literal["shuffle", "difficulty"] = "shuffle"
+    """shuffle: every prompt once in each pass; difficulty: more often those that the policy solves sometimes (docs/teach.md)."""
+    retire_solved: int = Field(0, ge=0)
+    """A prompt whose last N groups were all right is not drawn again; needs sampler = "difficulty". 0: never."""
     agent_actors: int = Field(0, ge=0)
     """Ray actors that run the task's agent loop and its rewards; needs launch.kind = "ray". 0: they run in the driver."""
     produce: dict[str, Any] = {}
     """Fields of [produce] that differ for this task."""
     algorithm: dict[str, Any] = {}
     """Fields of [algorithm] that differ for this task, or the name of another algorithm, which begins with its own defaults."""
+
+    @model_validator(mode="after")
+    def _difficulty_is_known(self) -> Self:
+        if self.retire_solved and self.sampler != "difficulty":
+            raise ValueError(
+                f"got retire_solved {self.retire_solved} with sampler {self.sampler!r}, "
+                "allowed: sampler = 'difficulty'"
+            )
+        if self.demonstrates and self.sampler == "difficulty":
+            raise ValueError(
+                "got sampler 'difficulty' for demonstrations, which have no pass rate, "
+                "allowed: 'shuffle'"
+            )
+        return self
 
     @field_validator("algorithm", mode="before")
     @classmethod

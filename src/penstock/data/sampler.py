@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from penstock.errors import UserError
+from penstock.store.journal import Journal
 from penstock.types import Group, Prompt, Rollout, Status
 
 
@@ -88,17 +89,37 @@ class Sampler:
 
     def group_at(self, cursor: int) -> Group:
         """The group of that cursor, not yet generated; the sampler does not move."""
-        size = len(self._dataset)
-        if not size:
+        if not len(self._dataset):
             raise UserError(
                 f"task {self.task_name}: got an empty dataset, allowed: 1 prompt or more"
             )
+        return self.group_of(cursor, self._dataset[self.choose(cursor)])
+
+    def choose(self, cursor: int) -> int:
+        """The place in the data of the prompt to draw at a cursor."""
+        size = len(self._dataset)
         epoch, position = divmod(cursor, size)
         if epoch not in self._orders:
             kept = {e: order for e, order in self._orders.items() if abs(e - epoch) <= 1}
             order = epoch_order(self.seed, self.task_name, epoch, size)
             self._orders = {**kept, epoch: order}
-        return self.group_of(cursor, self._dataset[int(self._orders[epoch][position])])
+        return int(self._orders[epoch][position])
+
+    @property
+    def why_exhausted(self) -> str:
+        """Why no prompt is left to draw; empty: there are prompts."""
+        return ""
+
+    def learn(self, journal: Journal, step: int) -> None:
+        """Note that weights of a step are in force, which the journal has committed."""
+
+    def restore(self, journal: Journal, cursor: int) -> None:
+        """Continue a resumed run at a cursor."""
+        self.cursor = cursor
+
+    def counts(self) -> dict[str, int]:
+        """The prompts by what is known of their pass rates; empty: nothing is counted."""
+        return {}
 
     def group_of(self, cursor: int, prompt: Prompt) -> Group:
         """The group that was drawn at a cursor with this prompt, not yet generated."""

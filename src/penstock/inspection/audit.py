@@ -172,6 +172,7 @@ def _era_bounds(era: Era) -> EraBounds:
         {name: threshold - 1 for name, threshold in thresholds.items()},
         {name: _longest_wait(settings[name], steps) for name, steps in thresholds.items()},
         config.seed,
+        frozenset(name for name, task in config.tasks.items() if task.sampler != "shuffle"),
     )
 
 

@@ -29,6 +29,7 @@ class EraBounds:
     allowed: dict[str, int]  # per task, in updates
     longest_wait: dict[str, int] = field(default_factory=dict)  # per task, in its steps
     seed: int = 0
+    chosen: frozenset[str] = frozenset()  # tasks whose prompts a sampler chose by their pass rates
 
 
 def row_faults(journal: Journal, eras: Sequence[EraBounds], *, recorded: bool) -> Iterator[str]:
@@ -38,7 +39,8 @@ def row_faults(journal: Journal, eras: Sequence[EraBounds], *, recorded: bool) -
     yield from _step_faults(journal)
     yield from _missing_rows(journal)
     if not recorded:  # in a fork, versions and steps belong to two runs
-        yield from _prompt_faults(journal, eras[-1].seed)
+        chosen = frozenset().union(*(era.chosen for era in eras))
+        yield from _prompt_faults(journal, eras[-1].seed, chosen)
         yield from _age_faults(journal, eras)
         yield from _staleness_faults(journal, eras)
 
@@ -153,8 +155,8 @@ def _other_rewards(journal: Journal) -> Iterator[str]:
 # -- prompts -----------------------------------------------------------------------------------
 
 
-def _prompt_faults(journal: Journal, seed: int) -> Iterator[str]:
-    """Draws that the sampler would not make: each prompt comes once in an epoch.
+def _prompt_faults(journal: Journal, seed: int, chosen: frozenset[str]) -> Iterator[str]:
+    """Draws that the sampler would not make: each prompt comes once in an epoch, unless it is `chosen`.
 
     Needs the number of prompts, which a run records; groups from before a change of the data are
     left out.
@@ -163,7 +165,7 @@ def _prompt_faults(journal: Journal, seed: int) -> Iterator[str]:
     tasks = [task for (task,) in journal.query("SELECT DISTINCT task FROM groups")]
     for task in tasks:
         size = json.loads(facts.get(f"tasks.{task}.data", "{}")).get("prompts")
-        if size:
+        if size and task not in chosen:
             since = int(facts.get(f"tasks.{task}.data since cursor", "0"))
             yield from _task_prompt_faults(journal, task, seed, size, since)
 

@@ -12,11 +12,12 @@ Tasks do not wait for each other. Knows no engine and no trainer.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.data.sampler import Sampler
-from penstock.errors import RunError, UserError
+from penstock.errors import PromptsRetired, RunError, UserError
 from penstock.rollout.agent_loop import AgentLoop
 from penstock.rollout.group_runner import ProduceContext
 from penstock.rollout.progress import (
@@ -277,6 +278,7 @@ class Producer:
         self.model_version = version
         for task in self._tasks:
             task.ctx.model_step = version
+            task.ctx.sampler.learn(self._journal, version)
         self._interrupt()
 
     def _interrupt(self) -> None:
@@ -334,6 +336,7 @@ class Producer:
                 break
             if self._changed.count != seen:
                 continue  # a group expired in the meantime
+            self._raise_if_retired(shares)
             self._raise_if_hopeless(step, shares)
             await self._changed.wait_after(seen)
         groups = [
@@ -356,6 +359,16 @@ class Producer:
             for task in self._tasks
             if (share := shares.get(task.name, 0))
         )
+
+    def _raise_if_retired(self, shares: dict[str, int]) -> None:
+        """Raise PromptsRetired if a task has no prompt left, and its groups do not fill its share."""
+        for task in self._tasks:
+            buffer, sampler = task.ctx.replay_buffer, task.ctx.sampler
+            is_short = task.ctx.completed() < shares.get(task.name, 0)
+            to_retry = sum(buffer.count(task.name, s) for s in (Status.INIT, Status.ABORTED))
+            in_flight = task.strategy.pending_task_count()
+            if is_short and sampler.why_exhausted and not to_retry and not in_flight:
+                raise PromptsRetired(sampler.why_exhausted)
 
     def _raise_if_hopeless(self, step: int, shares: dict[str, int]) -> None:
         """Raise a RunError if no task will produce the missing groups."""
@@ -418,6 +431,11 @@ class Producer:
         if count := sum(figures["reward_count"] for figures in by_task.values()):
             total = sum(figures["reward_sum"] for figures in by_task.values())
             metrics["produced/reward"] = total / count
+        prompts: Counter[str] = Counter()
+        for state in self._tasks:
+            prompts.update(state.ctx.sampler.counts())
+        if total_prompts := prompts.pop("prompts", 0):
+            metrics |= {f"prompts/{name}": n / total_prompts for name, n in prompts.items()}
         for name in ("failed", "expired"):  # groups, each time that they were
             metrics[f"groups/{name}"] = sum(figures[name] for figures in by_task.values())
         for task, figures in by_task.items():
@@ -446,7 +464,7 @@ class Producer:
             runner.drawn = counts.get(name, {}).get("drawn", 0)
             runner.dropped.clear()
             runner.dropped.update(drops.get(name, {}))
-            task.ctx.sampler.cursor = cursors.get(name, 0)
+            task.ctx.sampler.restore(journal, cursors.get(name, 0))
         for group in unfinished.buffered:
             if group.task in tasks:
                 tasks[group.task].put_back(group)

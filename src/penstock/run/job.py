@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.config import Config, SamplingConfig, TaskDataConfig
 from penstock.config.demo import context_length
 from penstock.config.plugins import load
+from penstock.data.curriculum import make_sampler
 from penstock.data.identity import TOTAL_STEPS, measure
-from penstock.data.sampler import PromptSource, Sampler
+from penstock.data.sampler import PromptSource
 from penstock.engine.protocol import InferenceEngine
 from penstock.inspection.findings.live import LiveFindings
 from penstock.inspection.track.console import StartDisplay
@@ -421,13 +422,7 @@ def make_task(
         weight=config.tasks[name].weight,
         strategy=strategy.build(sync_weights_interval=config.sync.every_steps),
         agent_loop=agent_loop,
-        sampler=Sampler(
-            prompts,
-            task_name=name,
-            prompt_repeat_k=config.task_sampling(name).num_generations,
-            seed=config.seed,
-            replay_buffer=buffer,
-        ),
+        sampler=make_sampler(config, name, prompts, buffer),
         num_skipped_long=num_skipped_long,
     )
 

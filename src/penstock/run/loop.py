@@ -17,7 +17,7 @@ import contextlib
 from dataclasses import replace
 
 from penstock.engine.protocol import InferenceEngine
-from penstock.errors import RunError, StopRequested
+from penstock.errors import PromptsRetired, RunError, StopRequested
 from penstock.run.job import Job
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.waits import WaitKind, loop_time
@@ -42,10 +42,13 @@ class Loop:
                 producing = self._tasks.create_task(job.source.run(), name="produce")
                 if self._evaluation_due():  # a resumed run evaluates what it had not yet
                     await self._start_evaluation()
-                while self.step < job.total_steps and not job.stop_rules.met():
-                    await self._one_step(self.step + 1)
+                try:
+                    while self.step < job.total_steps and not (reason := job.stop_rules.met()):
+                        await self._one_step(self.step + 1)
+                except PromptsRetired as error:
+                    reason = str(error)
                 if self.step < job.total_steps:
-                    job.tracker.note(f"ended after step {self.step}: {job.stop_rules.met()}")
+                    job.tracker.note(f"ended after step {self.step}: {reason}")
                 await self._settle()
                 await job.evaluations.finished()
                 producing.cancel()

@@ -173,6 +173,9 @@ class ModelledJournal:
     retried = expired = dropped = record_published = record_confirmed = drawn
     sync = prune_payloads = drawn
 
+    def outcomes(self, *_: Any) -> list[tuple]:
+        return []  # it knows no prompts
+
     async def begin_step(self, step: int, groups: Sequence[Group]) -> None:
         for group in groups:
             self.groups += 1

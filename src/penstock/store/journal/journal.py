@@ -465,6 +465,28 @@ class Journal:
         """The cursor of each task after its last drawn group."""
         return dict(self.query("SELECT task, MAX(cursor) + 1 FROM groups GROUP BY task"))
 
+    def outcomes(self, task: str, after: int, upto: int) -> list[tuple[int, str, float, int]]:
+        """(cursor, prompt, mean reward, rollouts) of the groups that were scored in these steps.
+
+        A step ends with its commit. Groups come in the order of the steps `after` + 1 to `upto`, then of their
+        cursors; filtered ones too, and a group that was generated twice has two outcomes.
+        """
+        ends = self.query(
+            "SELECT num_events FROM steps WHERE committed AND step BETWEEN ? AND ? ORDER BY step",
+            (after, upto),
+        )
+        bounds = [0] * (after == 0) + [num_events for (num_events,) in ends]
+        outcomes = []
+        for first, last in itertools.pairwise(bounds):
+            outcomes += self._select(
+                "SELECT cursor, prompt_id, event_rows.reward, num_rollouts FROM event_rows"
+                " JOIN group_rows USING(group_id) WHERE number > ? AND number <= ? AND task = ?"
+                " AND event_rows.status IN ('completed', 'filtered')"
+                " AND event_rows.reward IS NOT NULL ORDER BY cursor, number",
+                (first, last, task),
+            )
+        return outcomes
+
     def taken(self) -> dict[str, int]:
         """For each task, the number of groups that some step took, committed or not."""
         return dict(

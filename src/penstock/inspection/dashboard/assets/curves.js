@@ -4,7 +4,7 @@ const MARGIN = { top: 10, right: 14, bottom: 26, left: 46 };
 const MOST_DOTS = 150; // more points than this are drawn as a line without dots
 const VISIBLE_DOTS = 25; // up to so many, each point is shown
 
-// series: [{ run, name, dashed, markers, points: [{ x, y, low, high }] }]
+// series: [{ run, name, dashed (false, true or "dotted"), markers, points: [{ x, y, low, high }] }]
 // options: { name, low, high, zero, smoothing, height, show }
 function drawCurves(body, width, series, options) {
   const drawn = series.filter((one) => one.points.length);
@@ -59,7 +59,7 @@ function axes(x, y, width, height) {
 }
 
 function drawSeries(one, x, y, options) {
-  const group = svg("g", { class: `series run-${one.run}${one.dashed ? " dashed" : ""}`, "data-series": one.name });
+  const group = svg("g", { class: `series run-${one.run}${one.dashed ? " dashed" : ""} ${one.dashed === "dotted" ? "dotted" : ""}`, "data-series": one.name });
   const points = one.points;
   const smooth = options.smoothing > 0 && !one.markers ? smoothed(points, options.smoothing) : null;
   const banded = points.some((point) => point.low !== null && point.low !== undefined);
@@ -118,7 +118,7 @@ function followPointer(picture, rule, drawn, x, options) {
     const rows = drawn
       .map((one) => [one, one.points.find((point) => point.x === step)])
       .filter(([, point]) => point)
-      .map(([one, point]) => [`run-${one.run} ${one.dashed ? "dash" : ""}`, one.label, pointText(point)]);
+      .map(([one, point]) => [`run-${one.run} ${one.dashed ? "dash" : ""} ${one.dashed === "dotted" ? "dotted" : ""}`, one.label, pointText(point)]);
     showTip(event, `step ${step}`, rows);
   });
   picture.addEventListener("pointerleave", () => {

@@ -13,6 +13,7 @@ const CHARTS = [
   { name: "clip/fraction", title: "Clip fraction", text: "Tokens whose ratio was clipped.", zero: true },
   { name: "grad_norm", title: "Gradient norm", text: "Before clipping.", zero: true },
   { name: "groups/zero_variance", title: "Groups without variance", text: "Share whose rewards are all the same.", zero: true },
+  { name: "prompts", title: "Prompts", text: "Share whose newest group was all right, mixed or all wrong.", low: 0, high: 1 },
   { name: "tokens/s", title: "Generation speed", text: "Tokens per second of a step.", zero: true },
   { name: "waited", title: "Waiting", text: "Share of a step's time that a side waited.", low: 0, high: 1 },
   { name: "mismatch/kl", title: "Mismatch", text: "KL of the engine against the trainer.", zero: true },
@@ -64,6 +65,7 @@ function seriesOf(chart, run) {
     return [...held, curve(`${measure}/mean`, held.length ? "training" : "", held.length > 0)];
   }
   if (chart.name === "staleness") return [curve("staleness/mean", "mean", false), curve("staleness/max", "largest", true)];
+  if (chart.name === "prompts") return [curve("prompts/useful", "mixed", false), curve("prompts/solved", "all right", true), curve("prompts/hopeless", "all wrong", "dotted")];
   if (chart.name === "waited") return [curve("waited/trainer", "trainer", false), curve("waited/producer", "producer", true)];
   return [curve(chart.name, "", false)];
 }
@@ -72,6 +74,7 @@ function seriesOf(chart, run) {
 const heldOut = (run, measure) => Object.entries(run.evaluations).filter(([task]) => run.figures.measures[task] === measure);
 
 function chartKey(chart) {
+  if (chart.name === "prompts") return key([["ink", "mixed"], ["ink dash", "all right"], ["ink dotted", "all wrong"]]);
   if (chart.name === "waited") return key([["ink", "trainer"], ["ink dash", "producer"]]);
   if (chart.name === "staleness") return key([["ink", "mean"], ["ink dash", "largest"]]);
   const measure = { accuracy: "accuracy", "reward/mean": "reward" }[chart.name];
