@@ -8,6 +8,7 @@ import tomllib
 import types
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -449,3 +450,14 @@ def test_a_hostile_file_or_word_is_one_line(tmp_path: Path, text: str) -> None:
     assert len(str(told.value).splitlines()) == 1
     with pytest.raises(UserError):
         load_config(None, [text.replace(" = ", "=")])
+
+
+@pytest.mark.parametrize("key", ["model.path", "train.reference", "teachers.big.path"])
+def test_a_run_stands_for_the_model_of_its_newest_checkpoint(tmp_path: Path, key: str) -> None:
+    for step in (2, 10, 9):
+        (tmp_path / f"checkpoints/step-{step}/model").mkdir(parents=True)
+    config = load_config(None, [f"{key}={tmp_path}"]).config
+    value: Any = config.model_dump()
+    for part in key.split("."):
+        value = value[part]
+    assert value == str(tmp_path / "checkpoints/step-10/model")

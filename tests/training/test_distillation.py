@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from penstock.config import Config
-from penstock.config.sections import TeacherConfig
-from penstock.data.identity import absolute_paths
 from penstock.errors import UserError
 from penstock.run import preflight
 from penstock.training import vocabulary
@@ -232,12 +230,3 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"teachers\.other\.path: got .* with another vocabulary"):
         preflight.check(config)
-
-
-def test_the_teacher_of_a_run_folder_is_its_newest_checkpoint(tmp_path: Path) -> None:
-    for step in (2, 10, 9):
-        (tmp_path / f"checkpoints/step-{step}/model").mkdir(parents=True)
-    config = taught().model_copy(update={"teachers": {"big": TeacherConfig(path=str(tmp_path))}})
-    newest = absolute_paths(config).teachers["big"].path
-    assert newest == str(tmp_path / "checkpoints/step-10/model")
-    assert absolute_paths(taught()).teachers["big"].path == "demo"

@@ -14,11 +14,7 @@ from typing import Any
 
 from penstock.config.plugins import parse
 
-MODELS = (
-    "path",
-    "tokenizer",
-    "reference",
-)  # settings that name a model folder, a hub name or `demo`
+MODELS = ("path", "tokenizer", "reference")  # name a model folder, a run, a hub name or `demo`
 _DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 
 
@@ -42,6 +38,25 @@ def map_paths(value: Any, change: Callable[[str, str, bool], str], key: str = ""
     in_options = any(part.partition("[")[0].endswith("options") for part in above)
     is_path = last in (*MODELS, "data") or (in_options and "://" not in value)
     return change(key, value, False) if is_path else value
+
+
+def models_of_runs(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree with the model of its newest checkpoint for each run folder that stands for a model."""
+
+    def newest(key: str, name: str, is_code: bool) -> str:
+        if is_code or key.rpartition(".")[2] not in MODELS:
+            return name
+        models = list(Path(name).expanduser().glob("checkpoints/step-*/model"))
+        steps = {int(model.parent.name.removeprefix("step-")): model.parent for model in models}
+        return str(model_folder(steps[max(steps)])) if steps else name
+
+    return map_paths(tree, newest)
+
+
+def model_folder(checkpoint: Path) -> Path:
+    """The model of a checkpoint for use outside its run: the running average of the weights, if it has one."""
+    average = checkpoint / "ema"
+    return average if average.is_dir() else checkpoint / "model"
 
 
 def beside(tree: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, str]]:

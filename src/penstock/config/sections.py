@@ -76,7 +76,7 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: str = "demo"
-    """Folder or hub name of a transformers causal LM, or `demo`: the small policy that ships."""
+    """Folder or hub name of a transformers causal LM, a run (its newest checkpoint), or `demo`: the policy that ships."""
     tokenizer: str = ""
     """Folder or hub name of the tokenizer; empty: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -461,7 +461,7 @@ class TrainConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     """How the trainer ranks divide the work; the rest of launch.num_consumers is data parallel."""
     reference: str = ""
-    """Folder or hub name of the reference model of the KL term; empty: the starting policy."""
+    """Folder, run or hub name of the reference model of the KL term; empty: the starting policy."""
     reference_every: int = Field(0, ge=0)
     """Steps after which the reference becomes the policy, or moves towards it by 1 - reference_decay; 0: it stays."""
     reference_decay: float = Field(0.0, ge=0, lt=1)

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from penstock.config import Config
 from penstock.config.demo import context_length
 from penstock.config.mistakes import explain
-from penstock.config.paths import beside
+from penstock.config.paths import beside, models_of_runs
 from penstock.config.secrets import refuse_secrets
 from penstock.config.tree import leaves
 from penstock.errors import UserError
@@ -87,7 +87,8 @@ def load_config(
         origins = {k: v for k, v in origins.items() if not k.startswith(f"{key}.")}
         origins[key] = "command line"
         missing = {k: v for k, v in missing.items() if not k.startswith(key)}
-    refuse_secrets(_refuse_depth(tree))
+    tree = models_of_runs(_refuse_depth(tree))
+    refuse_secrets(tree)
     loaded = LoadedConfig(config=validate(tree), origins=origins, missing=missing)
     return _fit_context(loaded, tree)
 
@@ -109,6 +110,7 @@ def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """The config with `key.sub=value` settings laid over it."""
     tree = config.model_dump(mode="json")
     _override(tree, overrides)
+    tree = models_of_runs(tree)
     refuse_secrets(tree)
     return validate(tree)
 

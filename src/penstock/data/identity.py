@@ -35,7 +35,6 @@ from penstock.data.source import (
     names_files,
 )
 from penstock.errors import UserError
-from penstock.store.checkpoint import model_folder
 from penstock.store.run_folder import CONFIG, RunFolder
 
 Facts = Mapping[str, str]
@@ -64,8 +63,6 @@ def absolute_paths(config: Config) -> Config:
 def _absolute(key: str, name: str, is_code: bool) -> str:
     """The absolute path of what is there; data keeps no relative path, and a dataset of the hub is marked."""
     last, there = key.rpartition(".")[2], Path(name).expanduser()
-    if key.startswith("teachers."):
-        return teacher_folder(name)
     if is_code:
         is_path = name.endswith(".py") and there.is_file()
     elif last == "data" and key != PTX:
@@ -76,16 +73,6 @@ def _absolute(key: str, name: str, is_code: bool) -> str:
         is_model = last in MODELS and name != "demo" and there.is_dir()
         is_path = is_model or key == PTX or ("/" in name and there.exists())
     return os.path.abspath(there) if is_path else name
-
-
-def teacher_folder(path: str) -> str:
-    """The model folder of a teacher: of a run folder, that of its newest checkpoint."""
-    folder = Path(path).expanduser()
-    models = [place for place in folder.glob("checkpoints/step-*/model") if place.is_dir()]
-    if models:
-        newest = max(models, key=lambda place: int(place.parent.name.removeprefix("step-")))
-        folder = model_folder(newest.parent)
-    return os.path.abspath(folder) if path != "demo" and folder.is_dir() else path
 
 
 # -- measuring ---------------------------------------------------------------------------------
@@ -115,7 +102,7 @@ def scorer_facts(config: Config) -> dict[str, str]:
     """
     facts = {}
     for key, path in _scorers(config).items():
-        if settings := model_file(teacher_folder(path), "config.json"):
+        if settings := model_file(path, "config.json"):
             files = sorted((*settings.parent.glob("*.safetensors"), *settings.parent.glob("*.bin")))
             about = ((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
             facts[key] = _fact(path, _content_once(settings.read_bytes(), *about))

@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock import __version__
 from penstock.config import Config
+from penstock.config.paths import model_folder
 from penstock.data.source import HUB
 from penstock.errors import PenstockError, RunError, UserError
 from penstock.files import visible, whole_folder
@@ -22,7 +23,7 @@ from penstock.inspection.audit import take_audit
 from penstock.inspection.record import RunRecord, read_run, take_figures
 from penstock.inspection.track.console import draw_curves
 from penstock.rollout.evaluation.evaluate import best_step, read_scores
-from penstock.store.checkpoint import Checkpoint, CheckpointStore, model_folder
+from penstock.store.checkpoint import Checkpoint, CheckpointStore
 from penstock.store.run_folder import RunFolder
 
 CARD, CURVES = "README.md", "curves.svg"

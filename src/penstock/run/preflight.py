@@ -19,7 +19,6 @@ from penstock.config.plugins import check_name, load
 from penstock.data import validate_source
 from penstock.data.chat import load_tokenizer
 from penstock.data.dataset import first_prompts, gives_own_reward
-from penstock.data.identity import teacher_folder
 from penstock.engine import ENGINES
 from penstock.errors import RewardError, UserError
 from penstock.inspection.track import TRACKERS
@@ -177,7 +176,9 @@ def check_model(path: str, key: str) -> None:
         return
     if folder.exists():
         if not (folder / "config.json").is_file() and key != "model.tokenizer":
-            raise UserError(f"{key}: got {path!r}, allowed: a model folder (one with config.json)")
+            raise UserError(
+                f"{key}: got {path!r}, allowed: a model folder (one with config.json) or a run with a checkpoint"
+            )
     elif not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
         raise UserError(
             f"{key}: got {path!r}, allowed: a folder that exists, or a hub name owner/name"
@@ -186,7 +187,7 @@ def check_model(path: str, key: str) -> None:
 
 def _check_vocabulary(config: Config, name: str) -> None:
     """Refuse a teacher whose tokens are not the policy's: their probabilities cannot be compared."""
-    path = teacher_folder(config.teachers[name].path)
+    path = config.teachers[name].path
     check_model(path, f"teachers.{name}.path")
     trusts = config.model.trust_remote_code
     own, other = (

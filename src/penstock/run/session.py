@@ -23,6 +23,7 @@ from penstock import reward
 from penstock.config import Config
 from penstock.config.changes import Change
 from penstock.config.doubts import doubts
+from penstock.config.paths import model_folder
 from penstock.config.plugins import PYTHON
 from penstock.config.source import with_overrides
 from penstock.data.identity import absolute_paths, check_copy, check_files, differences
@@ -48,7 +49,7 @@ from penstock.run.recover import (
 from penstock.run.replay import check_run, make_fork, open_fork
 from penstock.run.run_data import in_thread
 from penstock.store import run_folder, trust
-from penstock.store.checkpoint import MANIFEST, model_folder
+from penstock.store.checkpoint import MANIFEST
 from penstock.store.run_folder import RunFolder
 from penstock.training.algo.doubts import algorithm_doubts
 from penstock.types import StepReport

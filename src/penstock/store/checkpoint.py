@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.config import CheckpointConfig
+from penstock.config.paths import model_folder
 from penstock.errors import RunError, WorkerDied
 from penstock.files import existing, free_name, sync
 from penstock.waits import loop_time
@@ -49,12 +50,6 @@ class Checkpoint:
     path: Path
     step: int
     digest: str  # digest of the weights, as the trainer computed it
-
-
-def model_folder(checkpoint: Path) -> Path:
-    """The model of a checkpoint for use outside its run: the running average of the weights, if it has one."""
-    average = checkpoint / "ema"
-    return average if average.is_dir() else checkpoint / "model"
 
 
 class CheckpointStore:

@@ -69,6 +69,8 @@ NOT_RUN = {  # command -> why; the options are checked all the same
     "docker": "needs Docker; test_dockerfile.py parses the file instead",
     "penstock --install-completion": "changes the shell of whoever runs the tests",
     ".ci/run": "runs this test",
+    "penstock sft examples/warm_start/warm.toml": "test_examples.py trains it, for a step",
+    "penstock train examples/warm_start/reinforce.toml": "test_examples.py trains it, for a step",
 }
 TINY = [
     "launch.kind=inline",
