@@ -32,7 +32,7 @@ from penstock.data.sampler import Sampler
 from penstock.reward.protocol import Reward
 from penstock.rollout import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
 from penstock.rollout.agent.single_turn import SingleTurn
-from penstock.rollout.replay_buffer import ReplayBuffer
+from penstock.rollout.progress import ReplayBuffer
 from penstock.store.journal import Journal
 from penstock.types import Prompt, Rollout, Score, StepReport
 from penstock.waits import Waits

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.data.sampler import Sampler, rollout_seed
 from penstock.errors import UserError
-from penstock.rollout.replay_buffer import ReplayBuffer
+from penstock.rollout.progress import ReplayBuffer
 from penstock.types import Group, Status
 from stages.rollouts import finish_rollout, make_prompts
 

@@ -17,10 +17,11 @@ from penstock.data.sampler import Sampler
 from penstock.inspection.audit import Audit, EraBounds, audit_journal, audit_run, take_audit
 from penstock.rollout import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
 from penstock.rollout.agent.single_turn import SingleTurn
-from penstock.rollout.replay_buffer import ReplayBuffer
+from penstock.rollout.progress import ReplayBuffer
 from penstock.run.twin.virtual_time import VirtualClock
 from penstock.store.journal import Journal
-from penstock.store.journal.schema import CHECKED, expression, open_database
+from penstock.store.journal.codec import CHECKED, expression
+from penstock.store.journal.schema import open_database
 from penstock.store.run_folder import RunFolder
 from penstock.types import Batch, StepReport
 from stages.fake_engine import FakeEngine

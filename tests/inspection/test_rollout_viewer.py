@@ -15,8 +15,7 @@ from penstock import files
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import UserError
 from penstock.inspection.rollout_viewer import RolloutView, show_rollouts
-from penstock.store.journal.codec import decode_rollout, encode_rollout
-from penstock.store.journal.schema import rollout_key
+from penstock.store.journal.codec import decode_rollout, encode_rollout, rollout_key
 from penstock.store.run_folder import RunFolder
 from penstock.types import Prompt
 from stages.made_run import GROUP_SIZE, make_run

@@ -25,7 +25,7 @@ from penstock.rollout import (
     ProduceTask,
     SyncProduceStrategyConfig,
 )
-from penstock.rollout.replay_buffer import ReplayBuffer
+from penstock.rollout.progress import ReplayBuffer
 from penstock.run.twin.virtual_time import VirtualClock
 from penstock.store.journal import Journal
 from penstock.types import Batch, Status, StepReport, expand_segments, staleness

@@ -20,7 +20,7 @@ from penstock.rollout import (
     ProduceTask,
     SyncProduceStrategyConfig,
 )
-from penstock.rollout.replay_buffer import ReplayBuffer
+from penstock.rollout.progress import ReplayBuffer
 from penstock.store.journal import Journal
 from penstock.types import Status, StepReport
 from stages.fake_agent_loop import FakeAgentLoop

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import UserError
-from penstock.rollout.replay_buffer import ReplayBuffer
+from penstock.rollout.progress import ReplayBuffer
 from penstock.types import Group, Rollout, Status
 from stages.rollouts import finish_rollout, make_prompt
 

@@ -40,8 +40,7 @@ def write_scores(folder: Path, *scores: float) -> None:
 def test_a_rule_holds(tmp_path: Path, rule: str, scores: list[float], holds: bool) -> None:
     write_scores(tmp_path, *scores)
     rules = StopRules([rule], tmp_path)
-    rules.observe({"reward/mean": 0.75}, [FINDING])
-    assert rules.met() == (rule if holds else "")
+    assert rules.met({"reward/mean": 0.75}, [FINDING]) == (rule if holds else "")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from penstock.engine.protocol import EngineStats
 from penstock.rollout import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
 from penstock.rollout.evaluation.background import Evaluations
 from penstock.rollout.evaluation.evaluate import EvalTask
-from penstock.rollout.replay_buffer import ReplayBuffer
+from penstock.rollout.progress import ReplayBuffer
 from penstock.store.journal import Journal
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.waits import WaitInOrder, WaitKind

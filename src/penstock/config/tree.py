@@ -158,10 +158,6 @@ class Config(Section):
         tasks = [self.task_produce(task) for task in self.tasks]
         return all(produce.staleness_bound > 0 for produce in tasks)
 
-    def publishes_after(self, step: int, total_steps: int) -> bool:
-        """Whether the weights of this step are published to the engines."""
-        return step % self.sync.every_steps == 0 or step == total_steps
-
     @model_validator(mode="before")
     @classmethod
     def _inherit_prompts(cls, tree: Any) -> Any:

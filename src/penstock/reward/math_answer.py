@@ -131,8 +131,10 @@ def tagged_answer(text: str, think_tag: str = "think", answer_tag: str = "answer
     tags = [f"<{answer_tag}>", f"</{answer_tag}>"]
     if think_tag:
         tags = [f"<{think_tag}>", f"</{think_tag}>", *tags]
-    note = _tag_fault(text, tags)
-    return Extract(_last_between(text, tags[-2], tags[-1]), not note, note)
+    note, (opening, closing) = _tag_fault(text, tags), tags[-2:]
+    before, closed, _ = text.rpartition(closing)
+    _, opened, answer = before.rpartition(opening)
+    return Extract(answer.strip() if closed and opened else None, not note, note)
 
 
 def _tag_fault(text: str, tags: list[str]) -> str:
@@ -146,14 +148,6 @@ def _tag_fault(text: str, tags: list[str]) -> str:
     if not text.rstrip().endswith(tags[-1]):
         return f"text after {tags[-1]}"
     return ""
-
-
-def _last_between(text: str, opening: str, closing: str) -> str | None:
-    end = text.rfind(closing)
-    if end < 0:
-        return None
-    start = text.rfind(opening, 0, end)
-    return None if start < 0 else text[start + len(opening) : end].strip()
 
 
 def boxed_answer(text: str) -> Extract:

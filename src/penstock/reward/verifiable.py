@@ -116,7 +116,7 @@ class VerifiableReward(Reward):
         part = self.parts[0]
         if len(self.parts) == 1 and isinstance(part.reward, UserFunction) and not self.needs_group:
             return await self._score_calls(part, part.reward, pairs)
-        return await super().score_each(rollouts, prompts)
+        return await asyncio.gather(*map(self.score, rollouts, prompts), return_exceptions=True)
 
     async def _score_calls(
         self, part: Part, function: UserFunction, pairs: Sequence[tuple[Rollout, Prompt]]

@@ -13,10 +13,10 @@ from penstock.rollout.producer import Producer, ProduceTask
 from penstock.rollout.progress import (
     ProduceProgress,
     ProducerSnapshot,
+    ReplayBuffer,
     TaskShares,
     TaskSnapshot,
 )
-from penstock.rollout.replay_buffer import ReplayBuffer
 from penstock.rollout.strategy import (
     STRATEGIES,
     AsyncProduceStrategy,

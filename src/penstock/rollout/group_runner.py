@@ -24,8 +24,7 @@ from penstock.config import ProduceSettings
 from penstock.data.sampler import Sampler, rollout_seed
 from penstock.errors import EnginesLost, PenstockError, RunError, TooManyFailures, UserError
 from penstock.rollout.agent_loop import AgentLoop
-from penstock.rollout.progress import ProduceProgress, TaskAccount
-from penstock.rollout.replay_buffer import ReplayBuffer
+from penstock.rollout.progress import ProduceProgress, ReplayBuffer, TaskAccount
 from penstock.store.journal import Journal
 from penstock.types import Group, Rollout, Status
 from penstock.waits import Signal

@@ -23,10 +23,10 @@ from penstock.rollout.group_runner import ProduceContext
 from penstock.rollout.progress import (
     ProduceProgress,
     ProducerSnapshot,
+    ReplayBuffer,
     TaskShares,
     TaskSnapshot,
 )
-from penstock.rollout.replay_buffer import ReplayBuffer
 from penstock.rollout.strategy import ProduceBatchStatus, ProduceStrategy
 from penstock.store.journal import InFlightRecord, Journal
 from penstock.types import Batch, Group, Status, staleness
@@ -53,12 +53,7 @@ class _TaskState:
         self.strategy = task.strategy
         self.runner = task.strategy.runner
         self.ctx = ctx
-        self.idle_since_change: int | None = None  # the change count that it waits to see followed
         self.num_skipped_long = task.num_skipped_long
-
-    def idle(self, since_change: int | None) -> None:
-        """Note the change that the task waits to see followed; None: it waits no longer."""
-        self.idle_since_change = since_change
 
     def needs_weights(self, step: int) -> bool:
         """Whether groups of the weights in force would be too old for a step."""
@@ -145,6 +140,9 @@ class Producer:
         self._stopping = False
         self._ended = False
         self._fault: BaseException | None = None
+        self._idle_at: dict[
+            str, int
+        ] = {}  # idle task -> the change count that it waits to see followed
         self._idle_since: float | None = None
         self._idle_s = 0.0  # over the run, without the idle time that lasts still
         self._idle_read_s = 0.0  # the idle time when the metrics were read
@@ -221,9 +219,16 @@ class Producer:
         if self._last_step is not None and self.progress.next_consumer_step > self._last_step:
             return "nothing: the last step is taken"
         ctx.update_event.clear()
-        self._aim(task)
-        if task.needs_weights(ctx.train_step):
+        # the step to produce for, as far ahead as the staleness bound allows now
+        next_step = self.progress.next_consumer_step
+        step = task.strategy.furthest_step(self.model_version, next_step)
+        if self._last_step is not None:
+            step = min(step, self._last_step)
+        ctx.train_step = step
+        ctx.task_batch_size = self._shares.at(next_step).get(task.name, 0)
+        if task.needs_weights(step):
             return f"weights newer than version {self.model_version}"
+        self.progress.ensure_target_upto(step, self._shares.at, task.name)
         status = await task.strategy.produce_batch(ctx)
         if status is ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT:
             return ""
@@ -234,32 +239,20 @@ class Producer:
             return f"step {ctx.train_step} to be consumed"
         return f"weights newer than version {self.model_version}"
 
-    def _aim(self, task: _TaskState) -> None:
-        """Set the task's step, version and target as far as the staleness bound allows now."""
-        ctx, strategy = task.ctx, task.strategy
-        next_step = self.progress.next_consumer_step
-        step = strategy.furthest_step(self.model_version, next_step)
-        if self._last_step is not None:
-            step = min(step, self._last_step)
-        ctx.train_step = step
-        ctx.task_batch_size = self._shares.at(next_step).get(task.name, 0)
-        if not task.needs_weights(step):
-            self.progress.ensure_target_upto(step, self._shares.at, task.name)
-
     async def _idle(self, task: _TaskState, seen: int, what: str) -> None:
         """Wait until something has changed since `seen`."""
-        task.idle(seen)
+        self._idle_at[task.name] = seen
         self._measure_idle_time()
         who = f"produce {task.name}"
         with self._waits.wait(who, WaitKind.WAIT, what):
             await self._changed.wait_after(seen)
-        task.idle(None)
+        del self._idle_at[task.name]
         self._measure_idle_time()
 
     def _measure_idle_time(self) -> None:
         """Count the time in which nothing is in flight and no task could launch a group."""
         idle = all(
-            task.idle_since_change is not None and not task.strategy.pending_task_count()
+            task.name in self._idle_at and not task.strategy.pending_task_count()
             for task in self._tasks
         )
         now = self._waits.clock()
@@ -331,7 +324,9 @@ class Producer:
         shares = self._shares.at(step)
         while True:
             seen = self._changed.count
-            self._raise_fault()
+            for fault in (*(task.runner.fault for task in self._tasks), self._fault):
+                if fault is not None:
+                    raise fault
             if self._is_ready(step, shares):
                 break
             if self._changed.count != seen:
@@ -382,16 +377,11 @@ class Producer:
             )
             if self._ended:
                 raise RunError(line + "the producer was stopped")
-            if task.idle_since_change != self._changed.count:
+            if self._idle_at.get(task.name) != self._changed.count:
                 continue  # the task has not looked at the newest change yet
             needs_weights = task.ctx.train_step < step or task.needs_weights(step)
             if not self._paused and not needs_weights:
                 raise RunError(line + "should_continue_fn stopped before the batch was full")
-
-    def _raise_fault(self) -> None:
-        for fault in (*(task.runner.fault for task in self._tasks), self._fault):
-            if fault is not None:
-                raise fault
 
     # -- display ------------------------------------------------------------------------------
 

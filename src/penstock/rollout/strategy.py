@@ -160,34 +160,29 @@ class ProduceStrategy:
         update = asyncio.ensure_future(ctx.update_event.wait())
         update.add_done_callback(lambda _: None if update.cancelled() else self.changed.notify())
         try:
-            return await self._produce(ctx, update)
+            self.expire(ctx)
+            statuses, extra = self.plan(ctx)
+            while True:
+                seen = self.changed.count
+                if self.runner.fault is not None:
+                    raise self.runner.fault
+                if ctx.should_abort() or update.done():
+                    return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
+                self.expire(ctx)
+                missing = ctx.target_abs - await ctx.available_count()
+                completed = max(0, ctx.task_batch_size - missing)
+                if not self.config.should_continue_fn(completed, ctx.task_batch_size):
+                    return ProduceBatchStatus.NORMAL
+                hold_s = self.runner.failures.hold_s(loop.time())
+                allowed = missing + extra
+                if hold_s == 0 and self.runner.launch(ctx, statuses, allowed):
+                    continue
+                if allowed <= 0 and not self.pending_task_count():
+                    return ProduceBatchStatus.NORMAL  # the rule wants more than may be launched
+                await self.changed.wait_after(seen, hold_s or None)
         finally:
             update.cancel()
             self.runner.account.produce_s += loop.time() - started
-
-    async def _produce(
-        self, ctx: ProduceContext, update: asyncio.Future[Any]
-    ) -> ProduceBatchStatus:
-        self.expire(ctx)
-        statuses, extra = self.plan(ctx)
-        while True:
-            seen = self.changed.count
-            if self.runner.fault is not None:
-                raise self.runner.fault
-            if ctx.should_abort() or update.done():
-                return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
-            self.expire(ctx)
-            missing = ctx.target_abs - await ctx.available_count()
-            completed = max(0, ctx.task_batch_size - missing)
-            if not self.config.should_continue_fn(completed, ctx.task_batch_size):
-                return ProduceBatchStatus.NORMAL
-            hold_s = self.runner.failures.hold_s(asyncio.get_running_loop().time())
-            allowed = missing + extra
-            if hold_s == 0 and self.runner.launch(ctx, statuses, allowed):
-                continue
-            if allowed <= 0 and not self.pending_task_count():
-                return ProduceBatchStatus.NORMAL  # the rule wants more than may be launched
-            await self.changed.wait_after(seen, hold_s or None)
 
     def expire(self, ctx: ProduceContext, train_step: int | None = None) -> None:
         """Move the groups that are too old for `train_step` (None: the next step) to EXPIRED."""

@@ -128,4 +128,4 @@ def _ended_by(folder: RunFolder, config: Config) -> str:
         return ""
     from penstock.run.stop_rules import StopRules
 
-    return StopRules(config.train.stop_when, folder.evaluations).met()
+    return StopRules(config.train.stop_when, folder.evaluations).met({}, [])

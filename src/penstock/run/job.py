@@ -41,6 +41,7 @@ from penstock.rollout import (
     ProduceStrategyConfig,
     ProduceTask,
     ReplayBuffer,
+    default_is_valid_sample_fn,
     strategy_config,
 )
 from penstock.rollout.agent.build import build_agent
@@ -97,18 +98,18 @@ class Job:
     start_report: list[str] = field(default_factory=list)  # how long each worker's stages took
     stop_rules: StopRules = field(default_factory=StopRules)
 
-    def log_step(self, batch: Batch, report: StepReport) -> None:
-        """Look for findings, and give the metrics and some samples of a step to whoever shows them."""
+    def log_step(self, batch: Batch, report: StepReport) -> dict[str, float]:
+        """Look for findings, give metrics and some samples of a step to whoever shows them; return the metrics."""
         self.status.trained(batch)
         memory = available_mib()
         metrics = {**report.metrics, **self.timeline.read_metrics()}
         if memory is not None:
             metrics["memory/available_mib"] = memory
-        self.findings.look(batch, metrics)
+        self.findings.look(batch.step, batch, metrics)
         metrics["findings/open"] = float(len(self.findings.open))
-        self.stop_rules.observe(metrics, self.findings.open)
         self.tracker.log_step(batch.step, metrics)
         self.rollout_log.write(batch)
+        return metrics
 
     def confirm_weights(self, version: int, digest: str) -> None:
         """Note the newest weights of a run without an engine: demonstrations are shown to them.
@@ -521,6 +522,8 @@ def _validity(config: Config, task: str, own_rule: str) -> IsValidSample:
     """The rule for training on a finished group: the task's algorithm and the user's rule keep it."""
     settings = run_settings(config, task)
     own = load("produce.is_valid_sample", own_rule, {}) if own_rule else None
+    if own is None and not settings.filter_groups:
+        return default_is_valid_sample_fn
 
     def is_valid(rollouts: Sequence[Rollout]) -> bool:
         return keep_group(rollouts, settings) and (own is None or bool(own(rollouts)))

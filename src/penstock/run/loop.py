@@ -21,6 +21,7 @@ from penstock.errors import PromptsRetired, RunError, StopRequested
 from penstock.run.job import Job
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.waits import WaitKind, loop_time
+from penstock.workers.supervise.trainer import publishes_after
 
 
 class Loop:
@@ -33,6 +34,7 @@ class Loop:
         self._training: asyncio.Task[StepReport] | None = None
         self._updating: asyncio.Task[None] | None = None
         self._tokens_before = 0
+        self._metrics: dict[str, float] = {}  # of the newest step
 
     async def run(self) -> None:
         """Train to the end. Waits for: groups, the trainer, the journal. Woken by: each of them."""
@@ -43,7 +45,7 @@ class Loop:
                 if self._evaluation_due():  # a resumed run evaluates what it had not yet
                     await self._start_evaluation()
                 try:
-                    while self.step < job.total_steps and not (reason := job.stop_rules.met()):
+                    while self.step < job.total_steps and not (reason := self._met_rule()):
                         await self._one_step(self.step + 1)
                 except PromptsRetired as error:
                     reason = str(error)
@@ -62,7 +64,7 @@ class Loop:
         with job.waits.wait("loop", WaitKind.WAIT, f"groups of step {step}"):
             batch = await job.source.take_batch(step)
         waited = loop_time() - started
-        publishes = job.config.publishes_after(step, job.total_steps)
+        publishes = publishes_after(job.config, step, job.total_steps)
         if job.config.launch.colocate:
             await self._settle()  # an evaluation cannot run while the engines sleep
             if publishes:  # engines that sleep cannot finish or abort a response
@@ -77,7 +79,7 @@ class Loop:
             job.confirm_weights(step, report.digest)
         elif publishes:
             await self._publish(job.engine)
-        job.log_step(batch, report)
+        self._metrics = job.log_step(batch, report)
         if self._evaluation_due():
             await self._start_evaluation()
         scored = bool(job.config.checkpoint.keep_best) and self._evaluation_due()
@@ -89,7 +91,18 @@ class Loop:
         self, batch: Batch, tokens: int, started: float, waited: float
     ) -> StepReport:
         report = await self._job.trainer.train(batch)
-        report = self._with_times(report, tokens, started, waited)
+        times = {
+            "policy_version": float(report.policy_version),
+            "tokens/generated": float(max(0, tokens - self._tokens_before)),  # 0: engine restarted
+            "time/step_s": loop_time() - started,
+            "time/consumer_wait_s": waited,
+            "workers/restarts": float(
+                sum(w.restarts for w in self._job.workers.supervised.values())
+            ),
+            **self._job.source.read_metrics(),
+        }
+        self._tokens_before = tokens
+        report = replace(report, metrics={**report.metrics, **times})
         await self._job.journal.commit_step(report)  # nothing is awaited between the two
         self.step = batch.step
         return report
@@ -145,21 +158,8 @@ class Loop:
             await self._updating
         await self._job.evaluations.pinned.wait()
 
-    def _with_times(
-        self, report: StepReport, tokens: int, started: float, waited: float
-    ) -> StepReport:
-        times = {
-            "policy_version": float(report.policy_version),
-            "tokens/generated": float(max(0, tokens - self._tokens_before)),  # 0: engine restarted
-            "time/step_s": loop_time() - started,
-            "time/consumer_wait_s": waited,
-            "workers/restarts": float(
-                sum(w.restarts for w in self._job.workers.supervised.values())
-            ),
-            **self._job.source.read_metrics(),
-        }
-        self._tokens_before = tokens
-        return replace(report, metrics={**report.metrics, **times})
+    def _met_rule(self) -> str:
+        return self._job.stop_rules.met(self._metrics, self._job.findings.open)
 
     def _evaluation_due(self) -> bool:
         settings = self._job.config.eval

@@ -10,7 +10,7 @@ A run that a rule has ended is whole: its model is saved, and a resume with othe
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 from penstock.config import Config
@@ -25,38 +25,38 @@ _FINDING = re.compile(r"finding (\w+)")
 
 
 class StopRules:
-    """The rules of a run, and what they look at."""
+    """The rules of a run, and where its evaluations are."""
 
     def __init__(self, rules: Sequence[str] = (), evaluations: Path | None = None) -> None:
         """evaluations: the folder with the run's evaluations."""
         self._rules, self._evaluations = tuple(rules), evaluations
-        self._metrics: Mapping[str, float] = {}
-        self._findings: frozenset[str] = frozenset()
 
-    def observe(self, metrics: Mapping[str, float], findings: Sequence[Finding]) -> None:
-        """Take the metrics and the findings of a step."""
-        self._metrics = metrics
-        self._findings = frozenset(finding.name for finding in findings)
-
-    def met(self) -> str:
-        """The first rule that holds now; empty: the run goes on."""
+    def met(self, metrics: Mapping[str, float], findings: Sequence[Finding]) -> str:
+        """The first rule that holds after a step with these metrics and findings; empty: the run goes on."""
         if not self._rules or self._evaluations is None:
             return ""
         scores = read_scores(self._evaluations)
-        return next((rule for rule in self._rules if self._holds(rule, scores)), "")
+        names = {finding.name for finding in findings}
+        return next((rule for rule in self._rules if _holds(rule, scores, metrics, names)), "")
 
-    def _holds(self, rule: str, scores: Mapping[str, Mapping[int, float]]) -> bool:
-        if match := _FINDING.fullmatch(rule):
-            return match[1] in self._findings
-        if match := _STALLS.fullmatch(rule):
-            values = list(scores.get(match[1], {}).values())
-            return bool(values) and len(values) - 1 - values.index(max(values)) >= int(match[2])
-        match = _REACHED.fullmatch(rule)
-        assert match is not None, rule
-        history = list(scores.get(match[1], {}).values())
-        value = history[-1] if history else self._metrics.get(match[1])
-        limit = float(match[3])
-        return value is not None and (value >= limit if match[2] == ">=" else value <= limit)
+
+def _holds(
+    rule: str,
+    scores: Mapping[str, Mapping[int, float]],
+    metrics: Mapping[str, float],
+    findings: Set[str],
+) -> bool:
+    if match := _FINDING.fullmatch(rule):
+        return match[1] in findings
+    if match := _STALLS.fullmatch(rule):
+        values = list(scores.get(match[1], {}).values())
+        return bool(values) and len(values) - 1 - values.index(max(values)) >= int(match[2])
+    match = _REACHED.fullmatch(rule)
+    assert match is not None, rule
+    history = list(scores.get(match[1], {}).values())
+    value = history[-1] if history else metrics.get(match[1])
+    limit = float(match[3])
+    return value is not None and (value >= limit if match[2] == ">=" else value <= limit)
 
 
 def check_scores(config: Config) -> None:

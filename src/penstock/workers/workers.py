@@ -20,7 +20,7 @@ from penstock.workers.colocated import ColocatedTrainer
 from penstock.workers.pool.node_copies import NodeCopies
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks, nothing
-from penstock.workers.supervise.trainer import RestartingTrainer
+from penstock.workers.supervise.trainer import RestartingTrainer, publishes_after
 
 if TYPE_CHECKING:
     from penstock.workers.ray.agents import ActorAgentLoop
@@ -188,7 +188,7 @@ async def start_workers(
     )
     part: RestartingTrainer | ColocatedTrainer = restarting
     if takes_turns:
-        publishes = partial(config.publishes_after, total_steps=total_steps)
+        publishes = partial(publishes_after, config, total_steps=total_steps)
         part = ColocatedTrainer(restarting, engine, publishes)
     supervised = ChainMap({worker.name: worker for worker in everyone})
     if copies is not None:

@@ -26,7 +26,7 @@ def told(tmp_path: Path, shares: list[float]) -> list[tuple[int, str]]:
     live = LiveFindings(RunFolder(tmp_path), config, len(shares), note=notes.append)
     lines: list[tuple[int, str]] = []
     for row in with_curves({NAME: lambda step, _: shares[step - 1]}, len(shares)):
-        live.look(Batch(step=row["step"], groups=()), row)
+        live.look(row["step"], Batch(step=row["step"], groups=()), row)
         lines += [(row["step"], text) for text in notes]
         notes.clear()
     return lines
@@ -50,7 +50,7 @@ def test_a_long_run_keeps_few_rows_and_still_knows_its_start(tmp_path: Path, ste
         {"response_length/mean": lambda step, _: 80.0 if step < 100 else 2.0, "reward/mean": 0.3},
         steps,
     ):
-        live.look(Batch(step=row["step"], groups=()), row)
+        live.look(row["step"], Batch(step=row["step"], groups=()), row)
     assert [finding.name for finding in live.open] == ["length_collapse"]
     assert len(live._rows) < min(steps, 700)
 

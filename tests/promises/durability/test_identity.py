@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.store.journal import Journal
-from penstock.store.journal.schema import expression, row_check
+from penstock.store.journal.codec import expression, row_check
 from penstock.store.run_folder import RunFolder
 from stages.tiny_run import SMALL_POLICY, CrashServer, assert_sound, digests
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from penstock.store.journal.schema import expression, open_database
+from penstock.store.journal.codec import expression
+from penstock.store.journal.schema import open_database
 from stages.tiny_run import KILLED, STEPS, CrashServer, assert_sound, digests
 
 WORDS = ("checkpoint.every_steps=1", "checkpoint.keep=2", "produce.strategy=sync")

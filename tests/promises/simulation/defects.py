@@ -11,7 +11,7 @@ from penstock.rollout.agent.session import Session
 from penstock.rollout.producer import Producer
 from penstock.rollout.strategy import ProduceStrategy
 from penstock.run.loop import Loop
-from penstock.store.journal import group_table
+from penstock.store.journal import codec
 from penstock.types import Batch, StepReport
 from penstock.workers.supervise.supervised import Supervised
 
@@ -43,7 +43,7 @@ def statistics_between_update_and_commit() -> Any:
 
 def moves_from_anywhere() -> Any:
     """A step takes groups wherever they are, and a resumed run puts its own batch back as well."""
-    take = re.sub(r" AND place IN \(.*?\)", "", group_table._TAKE)
+    take = re.sub(r" AND place IN \(.*?\)", "", codec._TAKE)
     restore = Producer.restore
 
     async def restored(self: Producer, journal: Any) -> None:
@@ -54,7 +54,7 @@ def moves_from_anywhere() -> Any:
 
     @contextmanager
     def both() -> Iterator[None]:
-        with _replaced(group_table, "_TAKE", take), _replaced(Producer, "restore", restored):
+        with _replaced(codec, "_TAKE", take), _replaced(Producer, "restore", restored):
             yield
 
     return both()

@@ -26,7 +26,7 @@ from penstock.inspection.audit import audit_journal
 from penstock.rollout.agent import build
 from penstock.run import job, session
 from penstock.store import run_folder
-from penstock.store.journal import Journal, open_files
+from penstock.store.journal import Journal, writer
 from penstock.store.journal import journal as journal_module
 from penstock.store.run_folder import CONFIG, RunFolder, _copy
 from penstock.workers.processes import local
@@ -128,7 +128,7 @@ def installed(world: World) -> Iterator[None]:
         (build, "Bridge", SimBridge),
         (journal_module, "Writer", SimWriter),
         (journal_module, "open_database", world.disk.open),
-        (open_files, "os", SimOs(world.disk)),
+        (writer, "os", SimOs(world.disk)),
         (
             session,
             "signal",

@@ -19,7 +19,7 @@ from penstock.data.sampler import Sampler
 from penstock.errors import JournalDamaged, PenstockError
 from penstock.inspection.audit import audit_run
 from penstock.store.journal import Journal, schema
-from penstock.store.journal.schema import row_check
+from penstock.store.journal.codec import row_check
 from penstock.store.run_folder import RunFolder
 from penstock.types import StepReport
 from stages.made_run import make_run

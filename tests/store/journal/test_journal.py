@@ -458,7 +458,7 @@ def test_prompts_that_were_forgotten_are_journalled_once_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer of a run over millions of prompts remembers only so many of them."""
-    monkeypatch.setattr("penstock.store.journal.group_table.MOST_KNOWN_PROMPTS", 3)
+    monkeypatch.setattr("penstock.store.journal.codec.MOST_KNOWN_PROMPTS", 3)
     encoded: list[str] = []
 
     def encode(prompt: Prompt) -> bytes:

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.workers.pool.scheduler import EngineLoad, Scheduler, Work
+from penstock.workers.pool.requests import EngineLoad, Scheduler, Work
 
 SLOTS = 4
 

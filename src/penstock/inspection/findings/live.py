@@ -52,19 +52,14 @@ class LiveFindings:
         for _, row in each_logged_step(self._metrics):
             self._keep(row)
         self._note(self._disk.forecast(steps_done))
-        self._look(None, steps_done)
+        self.look(steps_done)
 
-    def look(self, batch: Batch, metrics: Mapping[str, Any]) -> None:
-        """Look at the run after a step; tell what is new."""
-        self._keep({"step": batch.step, **metrics})
-        self._look(batch, batch.step)
-
-    def _keep(self, row: Row) -> None:
-        self._rows.append(row)
-        if len(self._rows) > _FIRST + 2 * _NEWEST:
-            del self._rows[_FIRST:-_NEWEST]
-
-    def _look(self, batch: Batch | None, step: int) -> None:
+    def look(
+        self, step: int, batch: Batch | None = None, metrics: Mapping[str, Any] | None = None
+    ) -> None:
+        """Look at the run after a step, or without its batch before the first one; tell what is new."""
+        if metrics is not None:
+            self._keep({"step": step, **metrics})
         observed = Observed(
             run=str(self._folder),
             config=self._config,
@@ -83,3 +78,8 @@ class LiveFindings:
             if step - self._told.get(finding.name, -_AGAIN) >= _AGAIN:
                 self._note(f"warning: {finding}")
             self._told[finding.name] = step
+
+    def _keep(self, row: Row) -> None:
+        self._rows.append(row)
+        if len(self._rows) > _FIRST + 2 * _NEWEST:
+            del self._rows[_FIRST:-_NEWEST]

@@ -61,7 +61,27 @@ class SingleTurn(AgentLoop):
         todo = [rollout for rollout in rollouts if rollout.status is not Status.COMPLETED]
         for rollout in todo:
             self._prepare(rollout, enable_partial_rollout)
-        await self._generate([rollout for rollout in todo if not rollout.is_finished])
+        unfinished = [rollout for rollout in todo if not rollout.is_finished]
+        requests = [self._request(rollout) for rollout in unfinished]
+        ids = [request.request_id for request in requests]
+        self._running.update(dict.fromkeys(ids))
+        try:  # all at once, to share a prefill
+            generations = await self._engine.generate_many(requests) if requests else []
+        except EnginesLost:
+            raise
+        except asyncio.CancelledError:
+            self._abort_later(ids)  # the caller was cancelled: free the engine
+            raise
+        except Exception as error:  # the edge of a group: an engine that raises fails its rollouts
+            self._abort_later(ids)
+            for rollout in unfinished:
+                rollout.fail(f"engine: {type(error).__name__}: {error}")
+        else:
+            for rollout, generation in zip(unfinished, generations, strict=True):
+                self._take(rollout, generation)
+        finally:
+            for request_id in ids:
+                self._running.pop(request_id, None)
         if self._reward.needs_group:
             await self._score_together(rollouts)
         else:
@@ -84,30 +104,6 @@ class SingleTurn(AgentLoop):
             rollout.temperature = annealed_temperature(self._sampling, rollout.issued_version)
             rollout.min_tokens = self._sampling.min_tokens
 
-    async def _generate(self, rollouts: list[Rollout]) -> None:
-        if not rollouts:
-            return
-        requests = [self._request(rollout) for rollout in rollouts]
-        ids = [request.request_id for request in requests]
-        self._running.update(dict.fromkeys(ids))
-        try:  # all at once, to share a prefill
-            generations = await self._engine.generate_many(requests)
-        except EnginesLost:
-            raise
-        except asyncio.CancelledError:
-            self._abort_later(ids)  # the caller was cancelled: free the engine
-            raise
-        except Exception as error:  # the edge of a group: an engine that raises fails its rollouts
-            self._abort_later(ids)
-            for rollout in rollouts:
-                rollout.fail(f"engine: {type(error).__name__}: {error}")
-            return
-        finally:
-            for request_id in ids:
-                self._running.pop(request_id, None)
-        for rollout, generation in zip(rollouts, generations, strict=True):
-            self._take(rollout, generation)
-
     async def _abort(self, request_ids: list[str]) -> None:
         """Abort requests; an abort that fails costs tokens and no more, so its error is not raised."""
         aborts = (self._engine.abort(request_id) for request_id in request_ids)
@@ -118,21 +114,17 @@ class SingleTurn(AgentLoop):
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
 
-    def _params(self, temperature: float, least: int) -> SamplingParams:
-        """One object for equal requests, so that a message has it once."""
-        newest = self._newest_params
-        if newest is None or (newest.temperature, newest.min_tokens) != (temperature, least):
-            newest = self._newest_params = SamplingParams.from_config(
-                self._sampling, temperature=temperature, min_tokens=least
-            )
-        return newest
-
     def _request(self, rollout: Rollout) -> GenerationRequest:
         self._requests += 1
+        sampling, wanted = self._newest_params, (rollout.temperature, rollout.min_tokens)
+        if sampling is None or (sampling.temperature, sampling.min_tokens) != wanted:
+            sampling = self._newest_params = SamplingParams.from_config(
+                self._sampling, temperature=rollout.temperature, min_tokens=rollout.min_tokens
+            )  # one object for equal requests, so that a message has it once
         return GenerationRequest(
             request_id=f"{rollout.rollout_id}/{self._requests}",
             prompt_ids=rollout.prompt_ids,
-            sampling=self._params(rollout.temperature, rollout.min_tokens),
+            sampling=sampling,
             seed=rollout.seed,
             response_ids=rollout.response_ids,
         )

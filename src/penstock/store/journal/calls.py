@@ -15,9 +15,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import JournalDamaged, RunError
-from penstock.store.journal.codec import check_sum, is_intact, stored_text
-from penstock.store.journal.group_table import GroupTable
-from penstock.store.journal.schema import CALL_CHECK, call_key, expression, row_check
+from penstock.store.journal.codec import (
+    CALL_CHECK,
+    GroupTable,
+    call_key,
+    check_sum,
+    expression,
+    is_intact,
+    row_check,
+    stored_text,
+)
 from penstock.types import ModelCall, VersionSegment
 
 _HEADER = struct.Struct("<BHII")  # format, segments, context ids, sampled ids

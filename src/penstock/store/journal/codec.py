@@ -1,15 +1,25 @@
-"""Prompts and rollouts as compact bytes: the journal's own format, versioned.
+"""What the journal stores: prompts and rollouts as compact bytes, rows with checksums, the table of groups.
 
 A rollout is a fixed header, its arrays as raw little-endian bytes (int32 ids, float32 log-probs, a bit
 per mask entry unless all are set), its rows if it has any, its version segments, and a small JSON tail
 for the rest. The prompt is stored once per group, never per rollout.
+
+Every row has a checksum, as SQLite does not notice a flipped byte in a value: the writer computes it, a check
+of the journal computes it again. A rollout's row needs none: its payload has a checksum that
+covers text and key, and repeats the other columns.
+
+Each move of a group says from which places it may start. The rows of unfinished groups stay in memory as
+they were last written: the checksum of a moved row is computed from what was written, not from what the
+file has by now, so damage stays visible.
 """
 
 from __future__ import annotations
 
 import json
+import marshal
+import sqlite3
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -205,6 +215,11 @@ def stored_text(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
+def readable(text: bytes) -> str:
+    """Decode text so that damaged bytes can be compared and named instead of ending the read."""
+    return text.decode("utf-8", "replace")
+
+
 def is_intact(data: bytes, text: str | None = None, key: str = "") -> bool:
     """Whether a stored payload matches its checksum, which may cover `key`."""
     if not isinstance(data, bytes) or not isinstance(text, str | None) or len(data) < 2:
@@ -264,3 +279,266 @@ def _plain(value: Any) -> Any:
         f"journal: got a {type(value).__name__} in a record's extra fields, "
         "allowed: what JSON can hold, and numpy arrays"
     )
+
+
+# -- checksums of rows ---------------------------------------------------------------------------
+
+ROW_CHECK = "row_check_of"  # the function's name in SQL
+
+# The checksum of a call's payload; SQLite's substr of an empty one, after pruning, is NULL.
+CALL_CHECK = "COALESCE(substr(data, -4), x'')"
+
+CHECKED = {
+    "prompt_rows": ("task", "prompt_id", "substr(data, -4)"),
+    "group_rows": (
+        *("group_id", "task", "cursor", "prompt_id", "drawn_at", "place", "status", "tries"),
+        *("oldest_version", "num_tokens", "reward", "landed_at", "step", "position"),
+        *("drop_reason", "error", "num_rollouts"),
+    ),
+    "step_rows": (
+        *("step", "begun_at", "group_ids", "committed_at", "policy_version", "digest", "metrics"),
+        *("trained", "num_events", "chain", "pruned_at"),
+    ),
+    "event_rows": (
+        *("at", "group_id", "kind", "status", "tries", "reason", "num_tokens", "reward"),
+        "oldest_version",
+    ),
+    "weight_rows": ("at", "kind", "engine", "version", "digest"),
+    "identity_rows": ("name", "value"),
+    "call_rows": (
+        *("rollout_id", "seed", "number", "parent", "group_id", "at", "finish_reason"),
+        *("num_context", "num_tokens", "messages", "answer", "tools", CALL_CHECK),
+    ),
+    "tool_rows": (
+        *("rollout_id", "seed", "call_id", "group_id", "name", "begun_at", "ended_at"),
+        *("outcome", "result"),
+    ),
+}
+_NAMES = {
+    "prompt_rows": "'prompt ' || prompt_id",
+    "group_rows": "'group ' || group_id",
+    "step_rows": "'step ' || step",
+    "event_rows": "'event ' || number || ' of group ' || group_id",
+    "weight_rows": "'weights ' || version || ', record ' || number",
+    "identity_rows": "'identity ' || name",
+    "call_rows": "'call ' || number || ' of rollout ' || rollout_id",
+    "tool_rows": "'tool call ' || call_id || ' of rollout ' || rollout_id",
+}
+
+
+def row_check(*values: Any) -> int:
+    """The checksum of a row's values as SQLite returns them: CRC-32 of their marshalled tuple.
+
+    Marshal's format 2 depends on the values alone and is the fastest encoding (a test pins it).
+    """
+    return crc32(marshal.dumps(values, 2))
+
+
+def rollout_key(group_id: str, number: int, rollout_id: str) -> str:
+    """The key under which a rollout's payload is stored."""
+    return f"{group_id}|{number}|{rollout_id}"
+
+
+def expression(table: str, **changes: str) -> str:
+    """The SQL for a row's checksum; `changes` replaces columns by other expressions."""
+    values = (changes.get(column, column) for column in CHECKED[table])
+    return f"{ROW_CHECK}({', '.join(values)})"
+
+
+def damaged_rows(database: sqlite3.Connection, table: str) -> Iterator[str]:
+    """Yield the names of rows that are not what was written; reads the whole table."""
+    columns = ", ".join(CHECKED[table])
+    query = (
+        f"SELECT COALESCE({_NAMES[table]}, 'a row of {table}'), row_check, {columns} FROM {table}"
+    )
+    for name, check, *values in database.execute(query):
+        if check != row_check(*values):
+            yield str(name)
+
+
+def damaged_payloads(database: sqlite3.Connection) -> Iterator[str]:
+    """Yield the names of rollouts and prompts that are not what was written; reads all of them."""
+    columns = "status, finish_reason, num_tokens, oldest_version, newest_version, temperature"
+    query = f"SELECT group_id, number, rollout_id, data, text, {columns}, reward, error FROM rollout_rows"
+    for group_id, number, rollout_id, data, text, *rest in database.execute(query):
+        whole = is_intact(data, text, rollout_key(group_id, number, rollout_id))
+        if not whole or tuple(rest) != described(data):
+            yield f"rollout {rollout_id}"
+    for prompt_id, data in database.execute("SELECT prompt_id, data FROM prompt_rows"):
+        if not is_intact(data):
+            yield f"prompt {prompt_id}"
+
+
+def damaged_calls(database: sqlite3.Connection) -> Iterator[str]:
+    """Yield the names of agents' calls whose payload is not what was written; pruned ones have none."""
+    query = "SELECT rollout_id, seed, number, data FROM call_rows WHERE length(data)"
+    for rollout_id, seed, number, data in database.execute(query):
+        if not is_intact(data, None, call_key(rollout_id, seed, number)):
+            yield f"call {number} of rollout {rollout_id}"
+
+
+def call_key(rollout_id: str, seed: int, number: int) -> str:
+    """The key under which the payload of an agent's call is stored."""
+    return f"{rollout_id}|{seed}|{number}"
+
+
+# -- the table of groups -------------------------------------------------------------------------
+
+_COLUMNS = CHECKED["group_rows"]
+_PLACE, _STEP, _REASON = map(_COLUMNS.index, ("place", "step", "drop_reason"))
+# the columns behind those of a draw
+_AS_DRAWN = ("in_flight", "init", 0, *(None,) * (len(_COLUMNS) - _PLACE - 3))
+
+MOST_KNOWN_PROMPTS = 2**16  # kept in memory, so that a prompt is not encoded at every draw
+
+# The moves of a group: from which places each may start. A move from elsewhere is a fault.
+_FROM = {
+    "landed": ("in_flight",),  # completed, aborted, failed or refused
+    "retried": ("in_flight", "buffered"),  # in flight: it failed, or the run was resumed
+    "expired": ("buffered", "in_flight"),  # in flight: it was put back when the run was resumed
+    "dropped": ("in_flight", "buffered"),
+    "taken": ("buffered",),
+}
+
+
+def _update(kind: str, columns: Sequence[str], also: str = "", sets: str = "") -> str:
+    """The UPDATE that moves a group: parameters are the columns, the checksum and the id."""
+    sets += ", ".join(f"{column} = ?" for column in (*columns, "row_check"))
+    places = ", ".join(f"'{place}'" for place in _FROM[kind])
+    return f"UPDATE group_rows SET {sets} WHERE group_id = ? AND place IN ({places}){also}"
+
+
+class ManyRows:
+    """A statement for many rows: up to 64 at once.
+
+    A statement costs more than a row. It also gives the interpreter lock away, and a busy event loop
+    keeps the lock for a while before the writer's thread has it again.
+    """
+
+    def __init__(self, statement: str, num_columns: int) -> None:
+        """statement: `{rows}` stands for the rows."""
+        row = f"({', '.join(['?'] * num_columns)})"
+        self._sizes = [
+            (number * num_columns, statement.format(rows=", ".join([row] * number)))
+            for number in (64, 8, 1)
+        ]
+
+    def write(self, db: sqlite3.Connection, values: Sequence[Any]) -> None:
+        """Write rows; `values` are those of all of them, one row after another."""
+        start = 0
+        for size, statement in self._sizes:
+            end = len(values) - (len(values) - start) % size
+            if start < end:
+                rows = [values[at : at + size] for at in range(start, end, size)]
+                db.executemany(statement, rows)
+            start = end
+
+
+_DRAW = ManyRows(
+    "INSERT INTO group_rows(group_id, task, cursor, prompt_id, drawn_at, place, row_check)"
+    " VALUES {rows}",
+    7,
+)
+_LAND = _update("landed", (*_COLUMNS[_PLACE:_STEP], *_COLUMNS[_REASON:]))
+_MOVE = {
+    kind: _update(kind, (*_COLUMNS[_PLACE : _PLACE + 3], "drop_reason"))
+    for kind in ("retried", "expired", "dropped")
+}
+_IS_WHOLE = """ AND status = 'completed' AND num_rollouts <=
+    (SELECT COUNT(*) FROM rollout_rows WHERE rollout_rows.group_id = group_rows.group_id)"""
+_TAKE = _update("taken", ("step", "position"), _IS_WHOLE, sets="place = 'taken', ")
+_READ = f"SELECT {', '.join(_COLUMNS)} FROM group_rows WHERE group_id = ?"
+
+
+class GroupTable:
+    """Writes the rows of groups inside the writer's transaction."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self.db = db
+        self._unfinished: dict[str, tuple] = {}  # group id -> its row, in the order of _COLUMNS
+        self._known_prompts: set[tuple[str, str]] = set()
+
+    def is_new_prompt(self, task: str, prompt_id: str) -> bool:
+        """Whether a prompt must be written; True again for one that was forgotten."""
+        if len(self._known_prompts) >= MOST_KNOWN_PROMPTS:
+            self._known_prompts.clear()
+        is_new = (task, prompt_id) not in self._known_prompts
+        self._known_prompts.add((task, prompt_id))
+        return is_new
+
+    def draw(self, drawn: Iterable[tuple]) -> None:
+        """Insert groups: (group id, task, cursor, prompt id, time) each."""
+        written: list[Any] = []
+        for values in drawn:
+            row = self._unfinished[values[0]] = values + _AS_DRAWN
+            written += (*values, row[_PLACE], row_check(*row))
+        _DRAW.write(self.db, written)
+
+    def land(self, landed: Iterable[tuple[str, tuple, tuple]]) -> None:
+        """Move groups that came back: id, columns from place to landed_at, columns from drop_reason on."""
+        rows = []
+        for group_id, values, last in landed:
+            before = self._pop(group_id)
+            row = before[:_PLACE] + values + before[_STEP:_REASON] + last
+            if values[0] != "dropped":
+                self._unfinished[group_id] = row
+            rows.append((*values, *last, row_check(*row), group_id))
+        self._move_all("landed", _LAND, rows)
+
+    def move(self, kind: str, group_id: str, values: tuple, drop_reason: str | None) -> None:
+        """Move a group without a new payload: `values` are place, status and tries."""
+        before = self._pop(group_id)
+        kept = before[_PLACE + len(values) : _REASON]
+        row = (*before[:_PLACE], *values, *kept, drop_reason, *before[_REASON + 1 :])
+        if values[0] != "dropped":
+            self._unfinished[group_id] = row
+        self._move_all(kind, _MOVE[kind], [(*values, drop_reason, row_check(*row), group_id)])
+
+    def take(self, step: int, group_ids: Iterable[str]) -> None:
+        """Move the groups of a step's batch, in their order."""
+        rows = []
+        for position, group_id in enumerate(group_ids):
+            row = self._pop(group_id)
+            kept = row[_PLACE + 1 : _STEP]
+            row = (*row[:_PLACE], "taken", *kept, step, position, *row[_REASON:])
+            rows.append((step, position, row_check(*row), group_id))
+        self._move_all("taken", _TAKE, rows, f"step {step}: ")
+
+    def _pop(self, group_id: str) -> tuple:
+        """The group's row as it was last written, and forget it; all None if never drawn."""
+        row = self._unfinished.pop(group_id, None)
+        if row is None:
+            row = self.db.execute(_READ, (group_id,)).fetchone() or (None,) * len(_COLUMNS)
+        return row
+
+    def _move_all(self, kind: str, update: str, rows: Sequence[tuple], who: str = "") -> None:
+        """Move the groups; raise an error that names the first one which is not where it should be."""
+        if not rows:
+            return
+        db = self.db
+        db.execute("SAVEPOINT move")
+        if db.executemany(update, rows).rowcount == len(rows):
+            db.execute("RELEASE move")
+            return
+        db.execute("ROLLBACK TO move")
+        for row in rows:  # one by one, to find it
+            if db.execute(update, row).rowcount != 1:
+                state, allowed = self._state_of(row[-1]), " or ".join(_FROM[kind])
+                raise RunError(
+                    f"journal: {who}group {row[-1]} is {kind}: got {state}, allowed: {allowed}"
+                )
+
+    def _state_of(self, group_id: str) -> str:
+        """Say where a group is, as far as a move needs it."""
+        row = self.db.execute(
+            "SELECT place, status, step, num_rollouts FROM group_rows WHERE group_id = ?",
+            (group_id,),
+        ).fetchone()
+        if row is None:
+            return "a group that was never drawn"
+        place, status, step, num_rollouts = row
+        (stored,) = self.db.execute(
+            "SELECT COUNT(*) FROM rollout_rows WHERE group_id = ?", (group_id,)
+        ).fetchone()
+        where = place if step is None else f"{place} by step {step}"
+        return f"{where}, {status}, with {stored} of {num_rollouts or 0} rollouts"

@@ -30,17 +30,17 @@ from penstock.store.journal.calls import (
     read_calls,
     select_calls,
 )
-from penstock.store.journal.codec import decode_prompt, decode_rollout
-from penstock.store.journal.open_files import OpenFiles
-from penstock.store.journal.schema import (
+from penstock.store.journal.codec import (
     CHECKED,
     damaged_calls,
     damaged_payloads,
     damaged_rows,
-    open_database,
+    decode_prompt,
+    decode_rollout,
     rollout_key,
 )
-from penstock.store.journal.writer import Writer
+from penstock.store.journal.schema import open_database
+from penstock.store.journal.writer import OpenFiles, Writer
 from penstock.types import Arithmetic, Batch, Group, ModelCall, Prompt, Rollout, Status, StepReport
 from penstock.waits import WaitInOrder, WaitKind, Waits
 
@@ -88,9 +88,10 @@ class Journal:
         self._landings = WaitInOrder(self._waits, "journal", WaitKind.SEND, responder="journal")
         self._writer: Writer | None = None
         self._submit: Callable[[records.Record], None] = self._refuse
+        self._durable: Callable[[], asyncio.Future[None]] = self._refuse
         if not readonly:
             self._writer = Writer(open_database(path), path, threaded=threaded)
-            self._submit = self._writer.submit
+            self._submit, self._durable = self._writer.submit, self._writer.durable
         self._reader = open_database(path, readonly=True, brief=brief)
         self._files = None if readonly else OpenFiles(path)
         self._taken_away: RunError | None = None  # once the files are not where they were
@@ -130,8 +131,8 @@ class Journal:
         A future, not a coroutine: many groups can land without an asyncio task for each.
         """
         self._submit(records.Landed(time.time(), group, place, drop_reason))
-        self._landings.asked(group.group_id, self.flush)
-        return self.flush()
+        self._landings.asked(group.group_id, self._durable)
+        return self._durable()
 
     def retried(self, group: Group, reason: str) -> None:
         """Record that the group is issued again, with its present `tries` and partial responses."""
@@ -195,7 +196,7 @@ class Journal:
     async def _write_step(self, record: records.Record, detail: str) -> None:
         self._submit(record)
         with self._waits.wait("loop", WaitKind.JOURNAL, detail, responder="journal"):
-            await self.flush()
+            await self._durable()
         self.check_place()
 
     def record_published(self, version: int, digest: str) -> None:
@@ -240,7 +241,7 @@ class Journal:
 
     def flush(self) -> asyncio.Future[None]:
         """A future that is done when every record submitted so far is durable."""
-        return self._refuse() if self._writer is None else self._writer.durable()
+        return self._durable()
 
     def sync(self) -> None:
         """Wait until every record submitted so far would also survive the death of the machine.

@@ -17,14 +17,18 @@ from typing import Any, cast
 from penstock.errors import RunError
 from penstock.store.journal.calls import CallMade, ToolBegun, ToolEnded, prune_calls
 from penstock.store.journal.codec import (
+    CHECKED,
+    GroupTable,
+    ManyRows,
     encode_prompt,
     encode_rollout,
+    expression,
     prune_payload,
+    rollout_key,
+    row_check,
     stored_number,
     stored_text,
 )
-from penstock.store.journal.group_table import GroupTable, ManyRows
-from penstock.store.journal.schema import CHECKED, expression, rollout_key, row_check
 from penstock.types import Arithmetic, Group, Prompt, StepReport
 
 _INSERT_ROLLOUTS = ManyRows("INSERT OR REPLACE INTO rollout_rows VALUES {rows}", 13)
@@ -168,26 +172,22 @@ class StepBegun:
 
     def write(self, tables: GroupTable) -> None:
         db = tables.db
-        self._check_turn(db)
+        if not self.group_ids:
+            raise RunError(f"journal: step {self.step} begins without a group, allowed: at least 1")
+        last = db.execute("SELECT step, committed_at FROM step_rows ORDER BY step DESC LIMIT 1")
+        last_step, committed_at = last.fetchone() or (0, 0.0)
+        if last_step != self.step - 1 or committed_at is None:
+            state = "not committed" if committed_at is None else "committed"
+            raise RunError(
+                f"journal: step {self.step} begins, but the last step is {last_step}, which is {state}; "
+                f"allowed: after the commit of step {self.step - 1}"
+            )
         row = (self.step, self.at, json.dumps(list(self.group_ids)))
         db.execute(
             "INSERT INTO step_rows(step, begun_at, group_ids, row_check) VALUES (?, ?, ?, ?)",
             (*row, row_check(*row, *(None,) * (len(CHECKED["step_rows"]) - len(row)))),
         )
         tables.take(self.step, self.group_ids)
-
-    def _check_turn(self, db: sqlite3.Connection) -> None:
-        """Raise unless the step before is committed and this one has a batch."""
-        if not self.group_ids:
-            raise RunError(f"journal: step {self.step} begins without a group, allowed: at least 1")
-        last = db.execute("SELECT step, committed_at FROM step_rows ORDER BY step DESC LIMIT 1")
-        step, committed_at = last.fetchone() or (0, 0.0)
-        if step != self.step - 1 or committed_at is None:
-            state = "not committed" if committed_at is None else "committed"
-            raise RunError(
-                f"journal: step {self.step} begins, but the last step is {step}, which is {state}; "
-                f"allowed: after the commit of step {self.step - 1}"
-            )
 
 
 @dataclass(slots=True)

@@ -28,9 +28,9 @@ from penstock.workers.pool.requests import (
     LentEngine,
     PromptBatch,
     Requests,
+    Scheduler,
     empty_answer,
 )
-from penstock.workers.pool.scheduler import Scheduler
 from penstock.workers.pool.weights import Loads, NewestWeights, Renew
 from penstock.workers.supervise.supervised import Call, Restarts, Supervised, SupervisionCallbacks
 

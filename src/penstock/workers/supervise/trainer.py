@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from penstock.config import ParallelConfig
+from penstock.config import Config, ParallelConfig
 from penstock.errors import WorkerDied, WrongStep
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.waits import end_all
@@ -28,6 +28,11 @@ _OTHERS_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 5.0
 # Methods without a collective inside: no rank waits for one that failed.
 _EACH_BY_ITSELF = ("write_snapshot", "progress")
+
+
+def publishes_after(config: Config, step: int, total_steps: int) -> bool:
+    """Whether the weights of this step are published to the engines."""
+    return step % config.sync.every_steps == 0 or step == total_steps
 
 
 class RankGroup:
