@@ -26,6 +26,7 @@ from stages.training_data import config_of, random_batch, tiny_model, tricky_bat
 ALGORITHMS = {
     "plain": {},
     "reinforce_pp": {"name": "reinforce_pp", "kl_beta": 0.1},
+    "ppo": {"name": "ppo", "gae_lambda": 0.9},
     "dapo": {"name": "dapo"},
     "lora": {"kl_beta": 0.1},  # the base weights are the reference
 }
@@ -56,7 +57,7 @@ def make(job: str, ranks: Ranks) -> Consumer:
         train["gradient_checkpointing"] = True
     config = config_of(algorithm=ALGORITHMS[job], train=train)
     reference = tiny_model(seed=4) if job == "reinforce_pp" else None
-    model = tiny_model(tie_word_embeddings=job != "dapo")
+    model = tiny_model(tie_word_embeddings=job not in ("ppo", "dapo"))
     if job == "lora":
         torch.manual_seed(0)
         add_adapters(model, config_of(model={"lora": {"rank": 2}}).model.lora)

@@ -143,16 +143,26 @@ class Gradients:
         self.updates: list[dict[str, torch.Tensor]] = []
         self._consumer = consumer
         consumer._apply_update = self
+        if consumer.critic is not None:
+            consumer.critic.apply_update = self._of_critic  # type: ignore[method-assign]
 
     def __call__(self, rate: float, loss: Callable[[], float]) -> Outcome:
-        self.updates.append(
-            {
-                name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                for name, p in self._consumer.masters.parameters.items()
-            }
-        )
+        self.updates.append(self._gradients(self._consumer.masters.parameters, ""))
         self._consumer.optimizer.zero_grad()
         return lambda: (0.0, True)
+
+    def _of_critic(self, rate: float) -> Outcome:
+        critic = self._consumer.critic
+        assert critic is not None
+        self.updates[-1] |= self._gradients(critic.masters.parameters, "critic/")
+        critic.drop_gradients()
+        return lambda: (0.0, True)
+
+    def _gradients(self, parameters: dict[str, Any], prefix: str) -> dict[str, torch.Tensor]:
+        return {
+            prefix + name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in parameters.items()
+        }
 
 
 def gradient_of(config: Config, batch: Batch, **parts: Any) -> dict[str, torch.Tensor]:

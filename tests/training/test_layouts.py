@@ -23,7 +23,7 @@ from stages.decoder_cases import CASES
 Work = tuple[
     str, str, dict[str, int]
 ]  # kind (run, start, divide, or a layout to load from), job or family, axes
-JOBS = list(rank_program.ALGORITHMS)
+JOBS = [job for job in rank_program.ALGORITHMS if job != "ppo"]  # which needs one rank per copy
 
 
 async def run_ranks(folder: Path, world: int, work: Sequence[Work]) -> None:

@@ -315,7 +315,7 @@ class CorrectionConfig(Section):
 
 class AlgorithmConfig(Section):
     name: str = "grpo"
-    """grpo | dapo | rloo | reinforce_pp | reinforce_pp_baseline | dr_grpo | gspo | cispo | reinforce | sapo | gmpo | dppo | gdpo | maxrl | distill | sft | `module:Class`."""
+    """grpo | dapo | rloo | ppo | reinforce_pp | reinforce_pp_baseline | dr_grpo | gspo | cispo | reinforce | sapo | gmpo | dppo | gdpo | maxrl | distill | sft | `module:Class`."""
     weight: float = Field(1.0, ge=0)
     """Factor of this loss beside those of other tasks' algorithms; each is a mean over its own tokens."""
     clip_low: float | None = Field(None, ge=0)
@@ -331,6 +331,12 @@ class AlgorithmConfig(Section):
     normalize: Literal["group", "mean", "batch", "batch_rewards", "none"] | None = None
     """Whose standard deviation divides the advantage; mean: the group's mean reward does; batch: that of the advantages of all tokens, and their mean is
     subtracted; batch_rewards: that of all rewards; None: the algorithm's own."""
+    gamma: float | None = Field(None, gt=0, le=1)
+    """ppo: discount of the rewards of later tokens; None: 1."""
+    gae_lambda: float | None = Field(None, ge=0, le=1)
+    """ppo: how far an advantage looks ahead; 1: to the end of the rollout, 0: to the next token's value; None: 1."""
+    value_clip: float | None = Field(None, ge=0)
+    """ppo: most that a value may move from that before the batch without the loss holding it back; 0: off; None: 0.5."""
     kl_in: Literal["loss", "reward", "none"] | None = None
     """Where the KL term goes; None: the algorithm's own."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] | None = None
@@ -437,6 +443,10 @@ class TrainConfig(Section):
     """Most tokens of one forward pass (a longer sequence goes alone); 0: 2048 on a CPU, chosen from the free memory on a GPU."""
     lr: float = Field(1e-6, gt=0)
     """Learning rate after the warm-up."""
+    critic_lr: float | None = Field(None, gt=0)
+    """ppo: learning rate of the value model, with the warm-up and the schedule of lr; None: ten times lr."""
+    critic_warmup_steps: int = Field(0, ge=0)
+    """ppo: first steps, in which the value model learns and the policy does not."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls after the warm-up."""
     warmup_steps: int = Field(0, ge=0)

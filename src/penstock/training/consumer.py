@@ -11,6 +11,7 @@ its own share of the groups.
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import time
@@ -40,15 +41,14 @@ from penstock.training.average import REFERENCE, averages
 from penstock.training.dither import HALF_FORMATS
 from penstock.training.flat_batch import FlatBatch, mini_batches
 from penstock.training.loss_part import LossPart
-from penstock.training.metrics import adapt, mean_of_finite, peak_memory_mib, step_metrics
-from penstock.training.micro_batch import CPU_TOKENS, LayerShape, micro_batch_tokens_on
+from penstock.training.metrics import adapt, peak_memory_mib, step_metrics
+from penstock.training.micro_batch import LayerShape, token_budget
 from penstock.training.model_check import check_loaded, check_model, lay_out
 from penstock.training.objective import (
     TokenInputs,
+    batch_rewards,
     loss_weights,
     pack_loss,
-    separate_rewards,
-    shaped_rewards,
     token_advantages,
     update_sums,
 )
@@ -76,8 +76,8 @@ from penstock.training.snapshot import (
     set_random_state,
     take_snapshot,
 )
-from penstock.training.stats import UpdateLoss
-from penstock.training.vocabulary import VocabularyTerms
+from penstock.training.stats import UpdateLoss, mean_of_finite
+from penstock.training.value import Critic, TokenValues
 from penstock.types import Batch, Group, StepReport
 from penstock.weights.offload import HostOffload
 
@@ -92,6 +92,7 @@ class _BatchInTraining:
     texts: list[LossPart]  # of train.ptx, one for each update
     learning_rate: float
     outcomes: list[Outcome] = field(default_factory=list)  # of each update, when it is known
+    value_outcomes: list[Outcome] = field(default_factory=list)  # of the critic's updates
     grad_norms: list[float] = field(default_factory=list)  # norm of each update before clipping
     skipped_updates: int = 0  # updates whose loss or gradient was not finite
     arrived_share: float = 1.0  # of the change of the masters, in the published weights
@@ -130,6 +131,9 @@ class Consumer:
         self.settings = run_settings(config)
         self.algorithms = task_algorithms(config)
         self.controllers = controllers(self.algorithms)
+        has_critic = any(method.settings.has_critic for method in self.algorithms.values())
+        value_model = copy.deepcopy(model) if has_critic else None  # before the policy changes it
+        self.critic: Critic | None = None
         make_policy = functools.partial(Policy, longest=config.longest_sequence)
         self.reference = None if reference is None else make_policy(reference)
         self.teachers = {name: make_policy(teacher) for name, teacher in (teachers or {}).items()}
@@ -165,6 +169,9 @@ class Consumer:
             samplings = [config.task_sampling(task) for task in config.tasks]
             self.policy.warm_up(bans_ends=any(sampling.min_tokens for sampling in samplings))
             self.update_step.warm_up()
+        if value_model is not None:
+            dtype, packs = self.engine_dtype, self.policy.packs
+            self.critic = Critic(value_model, config, dtype, self.ranks, packs=packs, stored=stored)
         self.arithmetic = arithmetic_of(config.model.arithmetic, model, ranks=self.ranks.world)
         self._stop = threading.Event()
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="hash of a batch")
@@ -211,10 +218,10 @@ class Consumer:
             trained = self.train_batch(batch)
         except StopRequested:
             self._stop.clear()
-            self.policy.finish_update()
             for policy, _ in self._policies():
+                policy.finish_update()
                 policy.release()
-            self.optimizer.zero_grad(set_to_none=True)
+            self._drop_gradients()
             set_random_state(self, random_state)
             raise
         self.step = batch.step
@@ -262,16 +269,23 @@ class Consumer:
 
     def offload(self) -> None:
         """Move what only `train` needs from the GPU to host memory; published weights stay."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         self.host_offload.offload()
 
     def reload(self) -> None:
         """Undo `offload`, bit for bit; `train` and `load` call it themselves."""
         self.host_offload.reload()
 
+    def _drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.critic is not None:
+            self.critic.drop_gradients()
+
     def _policies(self) -> Iterator[tuple[Policy, str]]:
-        """Yield the policy, the reference if there is one, and the teachers, each with its path."""
+        """Yield the policy, the critic, the reference and the teachers that there are, each with its path."""
         yield self.policy, self.config.model.path
+        if self.critic is not None:
+            yield self.critic.policy, self.config.model.path
         if self.reference is not None:
             yield self.reference, self.config.train.reference or self.config.model.path
         for name, teacher in self.teachers.items():
@@ -279,18 +293,27 @@ class Consumer:
 
     def _training_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that only `train` needs: masters, averages, frozen models, optimizer moments."""
-        yield from self.masters.separate
         for average in self.averages.values():
             yield from average.tensors.values()
         for policy, _ in self._policies():
             if policy is not self.policy:
                 yield from policy.parameters()
-        for moments in self.optimizer.state.values():
-            yield from (value for value in moments.values() if isinstance(value, Tensor))
+        for learner in self._learners:
+            yield from learner.masters.separate
+            for moments in learner.optimizer.state.values():
+                yield from (value for value in moments.values() if isinstance(value, Tensor))
+
+    @property
+    def _learners(self) -> list[Consumer | Critic]:
+        """What has masters and an optimizer."""
+        return [self] if self.critic is None else [self, self.critic]
 
     def _metrics(self, trained: _BatchInTraining, seconds: float) -> dict[str, float]:
         metrics = step_metrics(trained.parts, self.ranks)
         text_losses = [loss for part in trained.texts for loss in part.stats.losses]
+        if self.critic is not None:
+            values = [part.values for part in trained.parts if part.values is not None]
+            metrics |= self.critic.metrics(values)
         return metrics | {
             "lr": trained.learning_rate,
             "grad_norm": mean_of_finite(trained.grad_norms),
@@ -313,15 +336,19 @@ class Consumer:
             if self.texts is not None:
                 current.texts.append(self._text_part(self.texts, number, batch.step))
             parts = [*current.parts, *current.texts[number:]]
-            self.policy.begin_update()
+            for learner in self._learners:
+                learner.policy.begin_update()
             for part in parts:
                 chosen_G = part.is_text | np.isin(part.number_G, group_numbers)
                 self._accumulate(current, part, np.flatnonzero(chosen_G[part.flat.group_R]))
             loss = UpdateLoss([(part.stats, part.weight) for part in parts], self.ranks)
-            self.policy.finish_update()
+            for learner in self._learners:
+                learner.policy.finish_update()
             if not current.is_updated:
                 before = self.arrival.sample()
             current.outcomes.append(self._apply_update(current.learning_rate, loss))
+            if self.critic is not None:
+                current.value_outcomes.append(self.critic.apply_update(current.learning_rate))
             loss()
             for part in parts:
                 part.stats.flush()
@@ -330,6 +357,7 @@ class Consumer:
             norm, finite = outcome()
             current.grad_norms.append(norm)
             current.skipped_updates += not finite
+        current.skipped_updates += sum(not outcome()[1] for outcome in current.value_outcomes)
         current.arrived_share = arrived()
         return current
 
@@ -370,6 +398,11 @@ class Consumer:
         part = LossPart.of(groups, numbers, batch.step, algorithm, self.policy, self._exact_dtype)
         part.weight = settings.weight * (1.0 - self.config.train.ptx.coefficient)
         inputs = part.inputs
+        if self.critic is not None and settings.has_critic:
+            values_N = self._logprobs(part.flat, inputs, self.critic.policy)
+            part.values = TokenValues.of(values_N, settings)
+            if batch.step <= self.config.train.critic_warmup_steps:
+                part.weight = 0.0
         if settings.needs_reference:
             inputs.reference_N = self._reference_logprobs(part)
         if settings.needs_teacher and not settings.compares_vocabulary:
@@ -400,7 +433,7 @@ class Consumer:
             return self._logprobs(part.flat, part.inputs, self.policy)
 
     def _logprobs(self, flat: FlatBatch, inputs: TokenInputs, policy: Policy) -> Tensor:
-        """The log-probs of all trained tokens under `policy`, without gradients."""
+        """The log-probs of all trained tokens under `policy`, or a critic's values, without gradients."""
         policy.train(False)
         result_N = torch.zeros_like(inputs.behaviour_N)
 
@@ -414,24 +447,17 @@ class Consumer:
 
     def _advantages(self, groups: Sequence[Group], part: LossPart) -> np.ndarray:
         settings, inputs = part.algorithm.settings, part.inputs
-        max_tokens_R = np.repeat(
-            np.array([self._max_tokens(group.task) for group in groups], np.int64),
-            np.array([len(group.rollouts) for group in groups], np.int64),
-        )
         if settings.distills:
             return np.zeros(part.flat.num_tokens)
-        rewards_R = shaped_rewards(part.flat, max_tokens_R, settings)
-        if settings.normalizes_each_reward:
-            weights = [self._reward_weights(group.task) for group in groups]
-            penalties_R = rewards_R - part.flat.rewards_R
-            rewards_R = separate_rewards(part.flat, weights) + penalties_R
+        rewards_R = batch_rewards(part.flat, groups, self.config, settings)
         penalty_N = None
         if settings.kl_in_reward:
             assert inputs.proximal_N is not None
             assert inputs.reference_N is not None
             kl_N = kl.estimate(settings.kl_estimator, inputs.proximal_N, inputs.reference_N)
             penalty_N = settings.kl_beta * kl_N.cpu().numpy().astype(np.float64)
-        return token_advantages(part.flat, rewards_R, penalty_N, settings, self.ranks)
+        compute = token_advantages if part.values is None else part.values.advantages
+        return compute(part.flat, rewards_R, penalty_N, settings, self.ranks)
 
     # ---- one update
 
@@ -455,26 +481,19 @@ class Consumer:
             run_passes(
                 self.policy,
                 self._packs(flat, part_R, joined_by=part.algorithm if part.joins_rows else None),
-                self._counted(functools.partial(self._inputs_of_pass, part)),
+                self._counted(functools.partial(part.inputs_of_pass, self.teachers)),
                 finish,
                 backward=backward,
                 check=functools.partial(self._check_stop, current),
             )
-
-    def _inputs_of_pass(self, part: LossPart, pack: Pack) -> tuple[Any, ...]:
-        """What the policy scores a pack with: temperatures, early ends, and terms of whole distributions."""
-        settings = part.algorithm.settings
-        sampled = part.inputs.sampled_for(pack)
-        if not settings.compares_vocabulary and not settings.entropy_beta:
-            return sampled
-        teacher = None
-        if settings.compares_vocabulary:
-            with torch.no_grad():
-                teacher = self.teachers[settings.teacher].head_inputs(pack)
-        terms = VocabularyTerms(
-            entropy=settings.entropy_beta > 0, teacher=teacher, divergence=settings.divergence
-        )
-        return (*sampled, None, terms)
+        if self.critic is not None and part.values is not None:
+            self.critic.accumulate(
+                part.values,
+                inputs.weight_N,
+                self._packs(flat, chosen_R),
+                self._counted(inputs.sampled_for),
+                functools.partial(self._check_stop, current),
+            )
 
     def _counted(self, sampling: Sampling) -> Sampling:
         """Count a pack as work when its forward pass begins."""
@@ -527,12 +546,8 @@ class Consumer:
 
         Rows of one rollout share a pack if the loss of a token depends on the rollout's other tokens.
         """
-        units: dict[int, list[int]] = {}
-        for number in flat.rows_of(chosen_R).tolist():
-            if len(flat.predictors[number]):
-                owner = number if joined_by is None else int(flat.rollout_S[number])
-                units.setdefault(owner, []).append(number)
-        if not self._can_pack and any(len(unit) > 1 for unit in units.values()):
+        units = flat.units(chosen_R, joined=joined_by is not None)
+        if not self._can_pack and any(len(unit) > 1 for unit in units):
             assert joined_by is not None
             settings = joined_by.settings
             raise RunError(
@@ -540,11 +555,8 @@ class Consumer:
                 "rollout's rows in one forward pass, and this model takes one row at a time"
             )
         return make_packs(
-            list(units.values()),
-            flat.token_ids,
-            flat.predictors,
-            flat.bounds_S1,
-            flat.rollout_S,
+            flat,
+            units,
             budget=self._token_budget,
             joins=self._can_pack,
             device=self.policy.device,
@@ -553,18 +565,9 @@ class Consumer:
 
     # ---- settings
 
-    def _max_tokens(self, task: str) -> int:
-        if task in self.config.tasks:
-            return self.config.task_sampling(task).max_tokens
-        return self.config.sampling.max_tokens
-
-    def _reward_weights(self, task: str) -> list[float]:
-        known = self.config.tasks.get(task)
-        return [] if known is None else [reward.weight for reward in known.rewards]
-
     @property
     def _constant_length(self) -> int:
-        return max(self._max_tokens(task) for task in self.config.tasks)
+        return max(self.config.task_sampling(task).max_tokens for task in self.config.tasks)
 
     @property
     def _can_pack(self) -> bool:
@@ -575,20 +578,13 @@ class Consumer:
         """Tokens of a pack; an automatic choice is made at the first step, when all memory is in use."""
         if not self._can_pack:
             return 1  # one row per pack
-        settings = self.config.train
-        if settings.micro_batch_tokens:
-            return settings.micro_batch_tokens
-        if self.policy.device.type != "cuda":
-            return CPU_TOKENS
-        shape = LayerShape.of(self.policy.model.config, self.engine_dtype.itemsize)
-        trained = sum(master.numel() for master in self.masters.parameters.values())
-        tokens = micro_batch_tokens_on(
-            self.policy.device,
-            trained // (self.ranks.data_world * self.ranks.context.size),
-            shape.bytes_per_token(checkpointing=settings.gradient_checkpointing),
-            shape.useful_tokens,
+        trained = sum(
+            master.numel()
+            for learner in self._learners
+            for master in learner.masters.parameters.values()
         )
-        return tokens * self.ranks.context.size  # which share a pack
+        shape = LayerShape.of(self.policy.model.config, self.engine_dtype.itemsize)
+        return token_budget(self.config.train, shape, trained, self.policy.device, self.ranks)
 
     @property
     def _exact_dtype(self) -> torch.dtype:

@@ -101,9 +101,14 @@ class FlatBatch:
         """Sampled tokens of each rollout's longest answer, which `sampling.max_tokens` limits."""
         return np.array([rollout.longest_answer for rollout in self.rollouts], dtype=np.int64)
 
-    def rows_of(self, chosen_R: np.ndarray) -> np.ndarray:
-        """The numbers of the chosen rollouts' rows, in order."""
-        return np.flatnonzero(np.isin(self.rollout_S, chosen_R))
+    def units(self, chosen_R: np.ndarray, *, joined: bool) -> list[list[int]]:
+        """The numbers of the chosen rollouts' rows that have trained tokens; `joined`: a rollout's rows together."""
+        units: dict[int, list[int]] = {}
+        for number in np.flatnonzero(np.isin(self.rollout_S, chosen_R)).tolist():
+            if len(self.predictors[number]):
+                owner = int(self.rollout_S[number]) if joined else number
+                units.setdefault(owner, []).append(number)
+        return list(units.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,9 @@ an update is the sum of its parts, each times its weight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +17,11 @@ from penstock.model.transfer import to_device
 from penstock.training.algo.method import Algorithm
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.objective import TokenInputs, joins_tokens
+from penstock.training.pack import Pack
 from penstock.training.policy import Policy
 from penstock.training.stats import TokenStats
+from penstock.training.value import TokenValues
+from penstock.training.vocabulary import VocabularyTerms
 from penstock.types import Group
 
 
@@ -34,6 +38,7 @@ class LossPart:
     weight: float = 1.0  # of its loss in the loss of an update
     is_text: bool = False  # texts of one update, which are no groups of the batch
     advantages_N: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    values: TokenValues | None = None  # of the critic; None: the algorithm has none
 
     @classmethod
     def of(
@@ -64,6 +69,21 @@ class LossPart:
             return "teacher"
         return "demonstration" if settings.imitates else "policy"
 
+    def inputs_of_pass(self, teachers: Mapping[str, Policy], pack: Pack) -> tuple[Any, ...]:
+        """What the policy scores a pack with: temperatures, early ends, and terms of whole distributions."""
+        settings = self.algorithm.settings
+        sampled = self.inputs.sampled_for(pack)
+        if not settings.compares_vocabulary and not settings.entropy_beta:
+            return sampled
+        teacher = None
+        if settings.compares_vocabulary:
+            with torch.no_grad():
+                teacher = teachers[settings.teacher].head_inputs(pack)
+        terms = VocabularyTerms(
+            entropy=settings.entropy_beta > 0, teacher=teacher, divergence=settings.divergence
+        )
+        return (*sampled, None, terms)
+
     def set_advantages(self, advantages_N: np.ndarray) -> None:
         """Keep the advantages, for the metrics here and for the loss on the device."""
         self.advantages_N, inputs = advantages_N, self.inputs
@@ -76,6 +96,8 @@ class LossPart:
 
         The second kind needs a forward pass for the metrics, and no backward pass.
         """
+        if self.weight == 0:
+            return chosen_R[:0], chosen_R
         if self.algorithm.settings.teaches_every_token:
             return chosen_R, chosen_R[:0]
         flat = self.flat

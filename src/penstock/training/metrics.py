@@ -18,7 +18,7 @@ from penstock.training.algo.kl import K3_BOUND
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.loss_part import LossPart
 from penstock.training.parallel.ranks import Ranks
-from penstock.training.stats import TokenStats
+from penstock.training.stats import TokenStats, mean_of_finite
 
 
 @dataclass(slots=True)
@@ -116,12 +116,6 @@ def _add_tokens(sums: MetricSums, part: LossPart) -> None:
         sums.mean("kl/bounded", np.where(np.isnan(stats.kl_N), np.nan, is_bounded_N))
     sums.mean("staleness/mean", flat.staleness_N.astype(np.float64))
     sums.max("staleness/max", flat.staleness_N.astype(np.float64))
-
-
-def mean_of_finite(values: list[float]) -> float:
-    """The mean of the finite values; 0 if there is none."""
-    finite = [value for value in values if np.isfinite(value)]
-    return float(np.mean(finite)) if finite else 0.0
 
 
 def _add_lengths(sums: MetricSums, flat: FlatBatch) -> None:

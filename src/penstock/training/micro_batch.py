@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from penstock.config import TrainConfig
+from penstock.training.parallel.ranks import Ranks
+
 CPU_TOKENS = 2048
 LEAST_TOKENS, ENOUGH_TOKENS, MOST_TOKENS = 2048, 12288, 32768
 SMALL_LAYER = 1 << 23  # numbers
@@ -73,17 +76,23 @@ def choose_micro_batch_tokens(free: int, trained: int, bytes_per_token: int, use
     return max(LEAST_TOKENS, min(useful, tokens))
 
 
-def micro_batch_tokens_on(
-    device: torch.device, trained: int, bytes_per_token: int, useful: int
+def token_budget(
+    config: TrainConfig, shape: LayerShape, trained: int, device: torch.device, ranks: Ranks
 ) -> int:
-    """The tokens of a pack on this GPU; write the choice to the log."""
+    """The tokens of a pack on this device, where all ranks together train `trained` numbers; a choice is logged."""
+    if config.micro_batch_tokens:
+        return config.micro_batch_tokens
+    if device.type != "cuda":
+        return CPU_TOKENS
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    tokens = choose_micro_batch_tokens(free, trained, bytes_per_token, useful)
+    bytes_per_token = shape.bytes_per_token(checkpointing=config.gradient_checkpointing)
+    share = trained // (ranks.data_world * ranks.context.size)
+    tokens = choose_micro_batch_tokens(free, share, bytes_per_token, shape.useful_tokens)
     print(
         f"trainer on {device}: micro-batches of {tokens:,} tokens ({free / 2**30:.1f} GiB free, "
         f"{bytes_per_token / 2**10:,.0f} KiB of activations per token)",
         file=sys.stderr,
         flush=True,
     )
-    return tokens
+    return tokens * ranks.context.size  # which share a pack

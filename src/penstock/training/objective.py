@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.config import Config
 from penstock.model.transfer import to_device
 from penstock.training.algo import advantage, kl
 from penstock.training.algo.method import Algorithm, TokenView
@@ -22,7 +23,7 @@ from penstock.training.algo.settings import AlgorithmSettings
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.pack import Pack
 from penstock.training.parallel.ranks import Ranks
-from penstock.types import Rollout
+from penstock.types import Group, Rollout
 
 
 def shaped_rewards(
@@ -35,6 +36,25 @@ def shaped_rewards(
             flat.answer_lengths_R, flat.truncated_R, max_tokens_R, settings
         )
     return rewards_R
+
+
+def batch_rewards(
+    flat: FlatBatch, groups: Sequence[Group], config: Config, settings: AlgorithmSettings
+) -> np.ndarray:
+    """The reward of each rollout, as the algorithm counts it; a task that the config has lost counts by its defaults."""
+    samplings = [
+        config.task_sampling(group.task) if group.task in config.tasks else config.sampling
+        for group in groups
+    ]
+    sizes_G = np.array([len(group.rollouts) for group in groups], np.int64)
+    max_tokens_G = np.array([sampling.max_tokens for sampling in samplings], np.int64)
+    rewards_R = shaped_rewards(flat, np.repeat(max_tokens_G, sizes_G), settings)
+    if not settings.normalizes_each_reward:
+        return rewards_R
+    tasks = [config.tasks.get(group.task) for group in groups]
+    weights = [[reward.weight for reward in task.rewards] if task else [] for task in tasks]
+    penalties_R = rewards_R - flat.rewards_R
+    return separate_rewards(flat, weights) + penalties_R
 
 
 def separate_rewards(flat: FlatBatch, weights_of_group: Sequence[Sequence[float]]) -> np.ndarray:
@@ -101,12 +121,13 @@ def token_advantages(
         advantages_N = advantages_N - flat.earned_N / scales_R[flat.rollout_N]
     if to_go_N is not None:
         advantages_N = advantages_N - to_go_N
-    if settings.normalize == "batch":
-        total = ranks.sum(advantage.moments(advantages_N))
-        advantages_N = advantage.standardize(
-            advantages_N, *advantage.batch_mean_and_deviation(total)
-        )
-    return advantages_N
+    return standardized(advantages_N, ranks) if settings.normalize == "batch" else advantages_N
+
+
+def standardized(advantages_N: np.ndarray, ranks: Ranks) -> np.ndarray:
+    """The advantages of all ranks, normalised over all trained tokens of the batch."""
+    total = ranks.sum(advantage.moments(advantages_N))
+    return advantage.standardize(advantages_N, *advantage.batch_mean_and_deviation(total))
 
 
 def _returns_to_go(rollouts: Sequence[Rollout], rewards_G: np.ndarray) -> np.ndarray:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from penstock.model.packed_attention import Block, Copies, PackLayout, SharedKeys
 from penstock.model.transfer import all_to_device
+from penstock.training.flat_batch import FlatBatch
 from penstock.training.parallel.ranks import Ranks
 
 _WORTH = 16  # share a segment if that saves more than this part of its rows' tokens
@@ -113,11 +114,8 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def make_packs(
+    flat: FlatBatch,
     units: Sequence[Sequence[int]],
-    token_ids: Sequence[np.ndarray],
-    predictors: Sequence[np.ndarray],
-    first_token: np.ndarray,
-    owner: Sequence[int] | np.ndarray | None = None,
     *,
     budget: int,
     joins: bool,
@@ -129,12 +127,13 @@ def make_packs(
     No unit is split. With `joins`, units of one tree (a group, a session) share a pack where they fit. A
     sharded forward pass needs all ranks, so every rank makes the same number of passes. See `make_pack`.
     """
-    units, lengths = join_by_context(units, token_ids, predictors, budget if joins else 0)
+    rows, predictors = flat.token_ids, flat.predictors
+    units, lengths = join_by_context(units, rows, predictors, budget if joins else 0)
     bins = split_by_tokens(lengths, budget)
     missing = int(ranks.max_of(len(bins))) - len(bins)
     for part in bins:
         numbers = [number for index in part for number in units[index]]
-        yield make_pack(numbers, token_ids, predictors, first_token, device, owner)
+        yield make_pack(numbers, rows, predictors, flat.bounds_S1, device, flat.rollout_S)
     for _ in range(missing):
         yield empty_pack(device)
 

@@ -40,6 +40,7 @@ from penstock.training.parallel.ranks import Ranks
 from penstock.training.parallel.sharding import Part, Sharding
 from penstock.training.policy import Policy
 from penstock.training.ptx import TextStream
+from penstock.training.value import Critic
 from penstock.weights.offload import HostOffload
 
 FORMAT = 5
@@ -48,6 +49,7 @@ Tensors = dict[str, Tensor]
 Piece = tuple[tuple[int, int], Tensor]  # first row and column in the whole tensor, and the values
 Pieces = dict[str, Piece]
 _MASTER = "master/"
+_CRITIC = "critic/"  # before the names of the value model's parameters
 _PEFT = "base_model.model."  # before the names of a model's layers in peft
 
 
@@ -64,6 +66,7 @@ class TrainerState(Protocol):
     texts: TextStream | None
     controllers: dict[str, Controller]
     averages: dict[str, Average]
+    critic: Critic | None
     step: int
     policy_version: int
     bad_updates_in_a_row: int
@@ -94,6 +97,7 @@ def take_snapshot(consumer: TrainerState, folder: Path) -> Callable[[], None]:
         "loss_scale": consumer.loss_scale.state_dict(),
         "ptx_cursor": consumer.texts.cursor if consumer.texts is not None else 0,
         "controllers": {task: known.state_dict() for task, known in consumer.controllers.items()},
+        "critic": None if consumer.critic is None else consumer.critic.loss_scale.state_dict(),
     }
 
     def write() -> None:
@@ -115,7 +119,10 @@ def take_snapshot(consumer: TrainerState, folder: Path) -> Callable[[], None]:
 
 
 def load_snapshot(consumer: TrainerState, folder: Path) -> None:
-    """Restore what a snapshot wrote into a consumer made from the same config."""
+    """Restore what a snapshot wrote into a consumer made from the same config.
+
+    A run that has changed to an algorithm with a value model begins with a new one.
+    """
     content = read_state(folder / STATE)
     if content["format"] != FORMAT:
         raise RunError(f"checkpoint {folder}: got format {content['format']}, allowed: {FORMAT}")
@@ -123,22 +130,29 @@ def load_snapshot(consumer: TrainerState, folder: Path) -> None:
     shards = [content]
     if world > 1:  # rows stay on disk until they are copied
         shards = [read_state(_shard_path(folder, rank, world)) for rank in range(world)]
-    _make_moments(consumer)
+    learners = _learners(consumer, with_critic=content["critic"] is not None)
+    _make_moments(learners)
     saved = [shard["pieces"] for shard in shards]
     known = {_kind(name) for pieces in saved for name in pieces}
     unused = {REFERENCE, EMA} - consumer.averages.keys()  # an average that was switched off since
     saved = [
-        {n: piece for n, piece in pieces.items() if _kind(n) not in unused} for pieces in saved
+        {
+            n: piece
+            for n, piece in pieces.items()
+            if _kind(n) not in unused and _learner(n) in learners
+        }
+        for pieces in saved
     ]
-    _fill(_tensors(consumer), saved, consumer.policy.sharding, folder)
+    _fill(_tensors(consumer, learners), saved, consumer.policy.sharding, folder)
     for kind, average in consumer.averages.items():
         if kind not in known:  # switched on since
             average.restart()
-    consumer.masters.write_back()
+    for prefix, learner in learners.items():
+        learner.masters.write_back()
+        learner.loss_scale.load_state_dict(content["critic" if prefix else "loss_scale"])
     consumer.step = content["step"]
     consumer.policy_version = content["policy_version"]
     consumer.bad_updates_in_a_row = content["bad_updates_in_a_row"]
-    consumer.loss_scale.load_state_dict(content["loss_scale"])
     if consumer.texts is not None:
         consumer.texts.cursor = content["ptx_cursor"]
     for task in consumer.controllers.keys() & content["controllers"].keys():
@@ -205,34 +219,51 @@ def set_random_state(consumer: TrainerState, state: Tensors) -> None:
         torch.cuda.set_rng_state(state["cuda"], consumer.policy.device)
 
 
-def _tensors(consumer: TrainerState) -> Tensors:
+Learners = dict[str, TrainerState | Critic]
+
+
+def _learners(consumer: TrainerState, *, with_critic: bool = True) -> Learners:
+    """What has masters and an optimizer, by the prefix of their names."""
+    if consumer.critic is None or not with_critic:
+        return {"": consumer}
+    return {"": consumer, _CRITIC: consumer.critic}
+
+
+def _learner(name: str) -> str:
+    """The prefix of the learner that a saved tensor belongs to."""
+    return _CRITIC if _owner(name).startswith(_CRITIC) else ""
+
+
+def _tensors(consumer: TrainerState, learners: Learners) -> Tensors:
     """The live masters and optimizer moments by name; shards if the model is sharded."""
     tensors: Tensors = {}
-    for name, parameter in consumer.masters.parameters.items():
-        tensors[_MASTER + name] = parameter.detach()
-        for key, value in consumer.optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}/{name}"] = value
+    for prefix, learner in learners.items():
+        for name, parameter in learner.masters.parameters.items():
+            tensors[_MASTER + prefix + name] = parameter.detach()
+            for key, value in learner.optimizer.state.get(parameter, {}).items():
+                tensors[f"{key}/{prefix}{name}"] = value
     for kind, average in consumer.averages.items():
         tensors |= {f"{kind}/{name}": tensor for name, tensor in average.tensors.items()}
     return tensors
 
 
-def _make_moments(consumer: TrainerState) -> None:
-    """Give a new optimizer the zero moments that its first step would make, to load into."""
-    for parameter in consumer.masters.parameters.values():
-        if not consumer.optimizer.state.get(parameter):
-            consumer.optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter.detach()),
-                "exp_avg_sq": torch.zeros_like(parameter.detach()),
-            }
+def _make_moments(learners: Learners) -> None:
+    """Give new optimizers the zero moments that their first step would make, to load into."""
+    for learner in learners.values():
+        for parameter in learner.masters.parameters.values():
+            if not learner.optimizer.state.get(parameter):
+                learner.optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter.detach()),
+                    "exp_avg_sq": torch.zeros_like(parameter.detach()),
+                }
 
 
 def _own_pieces(consumer: TrainerState) -> Pieces:
     """Copy the parts that no other rank copies."""
     sharding, current = consumer.policy.sharding, consumer.host_offload.current
     pieces: Pieces = {}
-    for name, tensor in _tensors(consumer).items():
+    for name, tensor in _tensors(consumer, _learners(consumer)).items():
         if sharding.holds_alone(_owner(name), tensor):
             part = sharding.part(_owner(name), tensor)
             first = (part.first_row, part.first_column)
@@ -357,7 +388,7 @@ def read_adapters(checkpoint: Path) -> dict[str, Tensor]:
     shards = sorted(checkpoint.glob("shards/*"))
     for path in (checkpoint / STATE, *shards):
         for name, piece in read_state(path)["pieces"].items():
-            if name.startswith(kind) and ".lora_" in name:
+            if name.startswith(kind) and ".lora_" in name and not _learner(name):
                 rows.setdefault(name.removeprefix(kind), []).append(piece)
     return {
         _PEFT + name.replace(f".{ADAPTER}.weight", ".weight"): torch.cat(

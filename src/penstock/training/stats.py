@@ -21,14 +21,38 @@ class _PendingResult:
     token_N: np.ndarray
     before_update: bool
     table_XN: HostCopy  # log-probs, entropies, ratios, clipped, KL, divergence from the teacher
-    loss: HostCopy
-    loss_there: Tensor  # where it was computed
 
 
-class TokenStats:
+class PassLosses:
+    """The losses of forward passes, on their way from the device to the host."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []  # one per update, over all ranks
+        self._passes: list[tuple[HostCopy, Tensor]] = []  # and where it was computed
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Keep the loss of a pass; its copy to the host runs beside the work on the next pass."""
+        self._passes.append((HostCopy(loss), loss))
+
+    def loss(self) -> float:
+        """Wait for the forward passes since `flush`; return the sum of their losses."""
+        return float(sum(float(loss.wait()) for loss, _ in self._passes))
+
+    def loss_there(self, device: torch.device) -> Tensor:
+        """The same as a tensor on the device that computed it, without waiting."""
+        zero = torch.zeros((), device=device)
+        return torch.stack([zero, *(loss for _, loss in self._passes)]).sum()
+
+    def flush(self) -> None:
+        """Begin the next update."""
+        self._passes.clear()
+
+
+class TokenStats(PassLosses):
     """Figures of each trained token of the batch, from its first or its last forward pass."""
 
     def __init__(self, num_tokens: int) -> None:
+        super().__init__()
         self.logprob_N = np.full(num_tokens, np.nan)  # of the first pass
         self.entropy_N = np.full(num_tokens, np.nan)  # of the first pass
         self.before_update_N = np.zeros(num_tokens, dtype=bool)  # first pass was before any update
@@ -36,7 +60,6 @@ class TokenStats:
         self.clipped_N = np.full(num_tokens, np.nan)  # of the last pass
         self.kl_N = np.full(num_tokens, np.nan)  # of the last pass
         self.teacher_N = np.full(num_tokens, np.nan)  # of the last pass
-        self.losses: list[float] = []  # one per update, over all ranks
         self._pending: list[_PendingResult] = []
 
     def add(self, result: PackResult, before_update: bool) -> None:
@@ -50,19 +73,9 @@ class TokenStats:
                 token_N=result.token_N,
                 before_update=before_update,
                 table_XN=HostCopy(table_XN),
-                loss=HostCopy(result.loss),
-                loss_there=result.loss,
             )
         )
-
-    def loss(self) -> float:
-        """Wait for the forward passes since `flush`; return the sum of their losses."""
-        return float(sum(float(result.loss.wait()) for result in self._pending))
-
-    def loss_there(self, device: torch.device) -> Tensor:
-        """The same as a tensor on the device that computed it, without waiting."""
-        zero = torch.zeros((), device=device)
-        return torch.stack([zero, *(result.loss_there for result in self._pending)]).sum()
+        self.add_loss(result.loss)
 
     def flush(self) -> None:
         """Keep the results since the last call: waits for forward passes, not for backward passes."""
@@ -78,12 +91,13 @@ class TokenStats:
             self.kl_N[index] = kl
             self.teacher_N[index] = teacher
         self._pending.clear()
+        super().flush()
 
 
 class UpdateLoss:
     """The loss of the passes of one update: its parts, each times its weight; ask before the next update's passes."""
 
-    def __init__(self, parts: Sequence[tuple[TokenStats, float]], ranks: Ranks) -> None:
+    def __init__(self, parts: Sequence[tuple[PassLosses, float]], ranks: Ranks) -> None:
         self._parts, self._ranks = parts, ranks
         self._known: float | None = None
 
@@ -101,3 +115,9 @@ class UpdateLoss:
         """This rank's loss on the device that computed it, without waiting."""
         losses = [weight * stats.loss_there(device) for stats, weight in self._parts]
         return torch.stack(losses).sum()
+
+
+def mean_of_finite(values: list[float]) -> float:
+    """The mean of the finite values; 0 if there is none."""
+    finite = [value for value in values if np.isfinite(value)]
+    return float(np.mean(finite)) if finite else 0.0

@@ -1,4 +1,4 @@
-"""Runs that demonstrations or a teacher teach have what every run has: kills, resume to the same bits, replay."""
+"""Runs that demonstrations, a teacher or a value model teach have what every run has: kills, resume to the same bits, replay."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ KINDS = {
         *("algorithm.kl_beta=0.1", "algorithm.kl_target=0.05"),
         *("algorithm.entropy_beta=0.01", "algorithm.entropy_target=2.0"),
     ),
+    "values": ("algorithm.name=ppo", "sampling.num_generations=1", "train.num_epochs=2"),
 }
 IN_ORDER = "produce.strategy=sync"  # else the order in which groups land decides what a step trains
 

@@ -13,6 +13,7 @@ ALGORITHMS: dict[str, str] = {
     "dapo": "penstock.training.algo.method:DAPO",
     "dr_grpo": "penstock.training.algo.method:DrGRPO",
     "rloo": "penstock.training.algo.method:RLOO",
+    "ppo": "penstock.training.algo.method:PPO",
     "reinforce_pp": "penstock.training.algo.method:ReinforcePP",
     "reinforce_pp_baseline": "penstock.training.algo.method:ReinforcePPBaseline",
     "gspo": "penstock.training.algo.method:GSPO",

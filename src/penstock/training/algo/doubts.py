@@ -80,6 +80,8 @@ def _without_effect(
     if settings.distills:
         of_rewards = ("baseline", "normalize", "overlong_penalty", "overlong_window", *_CLIPS)
         unread |= dict.fromkeys(of_rewards, f"{settings.name}: rewards do not count")
+    if not settings.has_critic:
+        unread |= dict.fromkeys(("gamma", "gae_lambda", "value_clip"), "no value model")
     if not settings.filter_groups:
         unread["filter_range"] = "filter_groups false"
     if not settings.overlong_penalty:

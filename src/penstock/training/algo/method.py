@@ -141,6 +141,19 @@ class ReinforcePP(Algorithm):
     )
 
 
+class PPO(Algorithm):
+    """PPO: a value model of its own is the baseline, advantages by GAE, KL in the reward of each token."""
+
+    defaults = AlgorithmSettings(
+        has_critic=True,
+        baseline="none",
+        normalize="batch",
+        aggregation="token",
+        kl_in="reward",
+        kl_estimator="k1",
+    )
+
+
 class ReinforcePPBaseline(Algorithm):
     """REINFORCE++ with a group baseline: centred in the group, normalised over the whole batch."""
 
@@ -372,6 +385,21 @@ def _check_normalization(settings: AlgorithmSettings, key: str) -> None:
         )
 
 
+def _check_critic(config: Config, settings: AlgorithmSettings, key: str) -> None:
+    """Refuse a second baseline beside the value model, and ranks that share one copy of it."""
+    if settings.has_critic and settings.baseline != "none":
+        raise UserError(
+            f"{key}.baseline: got {settings.baseline} with {settings.name}, whose value model is the baseline, "
+            "allowed: none"
+        )
+    if settings.has_critic and (copies := config.train.parallel.copies) > 1:
+        raise UserError(
+            f"{key}.name: got {settings.name} with {copies} ranks for one copy of the model, allowed: "
+            "train.parallel with one rank per copy (data-parallel ranks share the value model), or an algorithm "
+            "without one"
+        )
+
+
 def _check_teacher(config: Config, settings: AlgorithmSettings, key: str) -> None:
     """Refuse a teacher that is not there or teaches nothing, and terms that these ranks cannot compute."""
     if (settings.teacher or settings.distills) and settings.teacher not in config.teachers:
@@ -429,6 +457,7 @@ def _check_task(config: Config, task: str) -> None:
             "allowed: false, or at least 2 (one rollout is all right or all wrong, so every group is refused)"
         )
     _check_normalization(settings, key)
+    _check_critic(config, settings, key)
     _check_teacher(config, settings, key)
     _check_targets(settings, key)
     if settings.kl_beta > 0 and settings.kl_in == "none":

@@ -31,6 +31,10 @@ class AlgorithmSettings:
     baseline: Baseline = "group_mean"  # baseline that is subtracted from a reward
     normalize: Normalize = "group"  # whose deviation divides rewards; mean: the group's mean does
     normalizes_each_reward: bool = False  # in its group, before the rewards of a task are added
+    has_critic: bool = False  # a value model is the baseline: advantages by GAE
+    gamma: float = 1.0  # discount of the rewards of later tokens
+    gae_lambda: float = 1.0  # 1: the whole return counts; 0: the next token's value alone
+    value_clip: float = 0.5  # most that a value may move from that before the batch; 0: off
     clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, ...
     clip_high: float = 0.2  # ... 1 + clip_high]
     dual_clip: float = 3.0  # the loss of a negative advantage is at most this times |A|; 0: off
