@@ -189,7 +189,10 @@ class RunFolder:
             try:
                 yield
             finally:
-                file.truncate(0)  # a lock that names a process and that nobody holds: a kill
+                with contextlib.suppress(
+                    OSError
+                ):  # a disk that became read-only: the run's own fault says so
+                    file.truncate(0)  # a lock that names a process and that nobody holds: a kill
 
     def _take_lock(self, descriptor: int) -> bool:
         """Take the lock alone; return False if a run holds it. A look holds it for a moment, shared."""
