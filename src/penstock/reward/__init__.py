@@ -18,6 +18,7 @@ REWARDS: dict[str, str] = {
     "boxed": "penstock.reward.math_answer:Boxed",
     "code": "penstock.reward.code:CodeReward",
     "reward_model": "penstock.reward.reward_model:RewardModel",
+    "judge": "penstock.reward.judge:Judge",
     "soft_overlong": "penstock.reward.length:SoftOverlong",
     "length": "penstock.reward.length:LengthShaping",
 }

@@ -83,6 +83,10 @@ class Reward(ABC):
             scores.append(outcome)
         return scores
 
+    async def probe(self) -> None:
+        """Ask what the reward depends on once; raise RewardError if it does not answer."""
+        return
+
     async def close(self) -> None:
         """End worker processes and connections, if there are any."""
         return

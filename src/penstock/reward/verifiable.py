@@ -198,6 +198,15 @@ class VerifiableReward(Reward):
             tests=next((score.tests for score in scores if score.tests), ()),
         )
 
+    async def probe(self) -> None:
+        """Try the parts that ask a server; raise RewardError, in one line, if one does not answer."""
+        for part in self.parts:
+            try:
+                await part.reward.probe()
+            except RewardError as error:
+                line = " ".join(str(error).split())
+                raise RewardError(f"reward {part.name}: {line}") from error
+
     async def close(self) -> None:
         """End every part's workers, even if ending those of another part raises."""
         outcomes = await asyncio.gather(

@@ -138,10 +138,19 @@ def rehearse(config: Config) -> Rehearsal:
 async def _rehearse(config: Config) -> Rehearsal:
     data = await RunData.read(config)
     seen = _look(config, data)
+    await _probe_rewards(config, data)
     await _sample(seen, data)
     if not seen.errors and seen.sampling_s < _LONGEST_S:
         await _train(seen)
     return seen
+
+
+async def _probe_rewards(config: Config, data: RunData) -> None:
+    """Try each reward that asks a server once; raise RewardError if one does not answer."""
+    for name, dataset in data.train.items():
+        async with AsyncExitStack() as closing:
+            sampling, task = config.task_sampling(name), config.tasks[name]
+            await open_reward(task, sampling, dataset.is_chat, closing).probe()
 
 
 def _look(config: Config, data: RunData) -> Rehearsal:
