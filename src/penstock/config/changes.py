@@ -55,6 +55,7 @@ RULES = (
     ("tasks.*.sampling.*", FREE),
     ("tasks.*.produce.*", FREE),
     ("tasks.*.algorithm.*", UPDATE),
+    ("tasks.*.teacher_template", UPDATE),
     ("tasks.*.weight", FREE),
     ("tasks.*.sampler", FREE),
     ("tasks.*.retire_solved", FREE),

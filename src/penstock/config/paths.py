@@ -30,7 +30,8 @@ def map_paths(value: Any, change: Callable[[str, str, bool], str], key: str = ""
         }
     if isinstance(value, list):
         return [map_paths(item, change, f"{key}[{i}]") for i, item in enumerate(value)]
-    if not isinstance(value, str) or not value:
+    is_policy = value == "policy" and key.startswith("teachers.")  # a teacher that is no folder
+    if not isinstance(value, str) or not value or is_policy:
         return value
     if code := parse(value):
         return f"{change(key, code[0], True)}:{code[1]}"

@@ -145,6 +145,8 @@ class TaskConfig(TaskDataConfig):
     """Fields of [produce] that differ for this task."""
     algorithm: dict[str, Any] = {}
     """Fields of [algorithm] that differ for this task, or the name of another algorithm, which begins with its own defaults."""
+    teacher_template: str = ""
+    """The last user message as the policy reads it when it is its own teacher, with {prompt} and {answer} (docs/teach.md)."""
 
     @model_validator(mode="after")
     def _difficulty_is_known(self) -> Self:
@@ -387,7 +389,12 @@ class AlgorithmConfig(Section):
 
 class TeacherConfig(Section):
     path: str
-    """Model folder, run folder (its newest checkpoint) or hub name of a frozen model with the policy's tokenizer."""
+    """Model folder, run folder (its newest checkpoint) or hub name of a frozen model with the policy's tokenizer; or
+    `policy`: the policy itself, which reads the prompts that tasks.NAME.teacher_template writes."""
+
+    @property
+    def is_policy(self) -> bool:
+        return self.path == "policy"
 
 
 class PtxConfig(Section):

@@ -112,7 +112,9 @@ def scorer_facts(config: Config) -> dict[str, str]:
 def _scorers(config: Config) -> dict[str, str]:
     """The paths of the teachers and of the reference, by the names of their facts."""
     named = {
-        f"{_WEIGHTS}teachers.{name}.path": teacher.path for name, teacher in config.teachers.items()
+        f"{_WEIGHTS}teachers.{name}.path": teacher.path
+        for name, teacher in config.teachers.items()
+        if not teacher.is_policy
     }
     algorithms = (config.algorithm, *map(config.task_algorithm, config.tasks))
     if config.train.reference:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from penstock import reward
-from penstock.config import Config, TaskDataConfig
+from penstock.config import Config, TaskConfig, TaskDataConfig
 from penstock.config.plugins import check_name, load
 from penstock.data import validate_source
 from penstock.data.chat import load_tokenizer
@@ -67,8 +67,9 @@ def check(config: Config) -> None:
     ):
         if path:
             check_model(path, key)
-    for name in config.teachers:
-        _check_vocabulary(config, name)
+    for name, teacher in config.teachers.items():
+        if not teacher.is_policy:
+            _check_vocabulary(config, name)
     check_parallel(config)
     if config.train.steps is None and config.train.episodes is None:
         raise UserError("train.steps: got nothing, allowed: train.steps or train.episodes")
@@ -125,8 +126,11 @@ def check_tasks(key: str, tasks: Iterable[tuple[str, TaskDataConfig]]) -> None:
     """Raise a UserError for the first task whose rewards or data cannot work."""
     for name, task in tasks:
         where = f"{key}.{name}"
+        readers = reward.fields_read(task.rewards)
+        if isinstance(task, TaskConfig) and "{answer}" in task.teacher_template:
+            readers["gt_answer"] = "teacher_template"
         try:
-            validate_source(name, task, readers=reward.fields_read(task.rewards))
+            validate_source(name, task, readers=readers)
         except UserError as error:
             text = str(error)
             raise UserError(text if text.startswith(where) else f"{where}: {text}") from None

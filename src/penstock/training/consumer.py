@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from penstock.config import Config
-from penstock.data.sampler import stable_hash
+from penstock.data.chat import ChatTemplate
 from penstock.errors import RunError, StopRequested
 from penstock.model.arithmetic import arithmetic_of, use_arithmetic
 from penstock.model.loading import compute_dtype
@@ -39,7 +39,7 @@ from penstock.training.algo.method import SFT, Algorithm, run_settings, task_alg
 from penstock.training.arrival import Arrival
 from penstock.training.average import REFERENCE, averages
 from penstock.training.dither import HALF_FORMATS
-from penstock.training.flat_batch import FlatBatch, mini_batches
+from penstock.training.flat_batch import FlatBatch, batch_updates
 from penstock.training.loss_part import LossPart
 from penstock.training.metrics import adapt, peak_memory_mib, step_metrics
 from penstock.training.micro_batch import LayerShape, token_budget
@@ -69,7 +69,7 @@ from penstock.training.policy import (
     trainer_device,
 )
 from penstock.training.ptx import TextStream
-from penstock.training.scorers import load_scorers
+from penstock.training.scorers import load_scorers, with_hints
 from penstock.training.snapshot import (
     load_snapshot,
     read_random_state,
@@ -363,19 +363,9 @@ class Consumer:
 
     def _updates(self, batch: Batch) -> list[np.ndarray]:
         """The numbers of this rank's groups in each update of the batch."""
-        train, ranks = self.config.train, self.ranks
+        ranks = self.ranks
         total = int(ranks.sum_of(len(batch.groups)))
-        return [
-            numbers
-            for epoch in range(train.num_epochs)
-            for numbers in mini_batches(
-                total,
-                train.mini_batches,
-                seed=stable_hash(self.config.seed, "updates", batch.step, epoch),
-                rank=ranks.data_rank,
-                world=ranks.data_world,
-            )
-        ]
+        return batch_updates(total, self.config, batch.step, ranks.data_rank, ranks.data_world)
 
     def _prepare(self, batch: Batch, *, num_updates: int) -> _BatchInTraining:
         """Lay the batch out, and compute what must come from the weights before the first update."""
@@ -406,8 +396,7 @@ class Consumer:
         if settings.needs_reference:
             inputs.reference_N = self._reference_logprobs(part)
         if settings.needs_teacher and not settings.compares_vocabulary:
-            teacher = self.teachers[settings.teacher]
-            inputs.teacher_N = self._logprobs(part.flat, inputs, teacher)
+            inputs.teacher_N = self._teacher_logprobs(groups, part, batch.step)
         if settings.newest_from_trainer:
             inputs.newest_N = to_device(part.flat.staleness_N == 0, device)
         needs_proximal = settings.decoupled or settings.newest_from_trainer
@@ -431,6 +420,14 @@ class Consumer:
         moving = self.averages.get(REFERENCE)
         with moving.in_place(self.policy) if moving else self.policy.without_adapters():
             return self._logprobs(part.flat, part.inputs, self.policy)
+
+    def _teacher_logprobs(self, groups: Sequence[Group], part: LossPart, step: int) -> Tensor:
+        settings = part.algorithm.settings
+        if settings.teacher in self.teachers:
+            return self._logprobs(part.flat, part.inputs, self.teachers[settings.teacher])
+        hinted = list(with_hints(groups, self.config, self._chat))
+        flat = FlatBatch.from_groups(hinted, step, settings, self.policy.end_ids)
+        return self._logprobs(flat, part.inputs, self.policy)
 
     def _logprobs(self, flat: FlatBatch, inputs: TokenInputs, policy: Policy) -> Tensor:
         """The log-probs of all trained tokens under `policy`, or a critic's values, without gradients."""
@@ -585,6 +582,10 @@ class Consumer:
         )
         shape = LayerShape.of(self.policy.model.config, self.engine_dtype.itemsize)
         return token_budget(self.config.train, shape, trained, self.policy.device, self.ranks)
+
+    @functools.cached_property
+    def _chat(self) -> ChatTemplate:
+        return ChatTemplate.from_config(self.config.model)
 
     @property
     def _exact_dtype(self) -> torch.dtype:

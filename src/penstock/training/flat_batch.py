@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.config import Config
+from penstock.data.sampler import stable_hash
 from penstock.training.algo.settings import AlgorithmSettings
 from penstock.types import Group, Rollout, staleness
 
@@ -211,6 +213,22 @@ def _rows(rollout: Rollout, index: np.ndarray) -> list[tuple[np.ndarray, np.ndar
             - 1,
         )
         for prompt_ids, place in rollout.sequences()
+    ]
+
+
+def batch_updates(total: int, config: Config, step: int, rank: int, world: int) -> list[np.ndarray]:
+    """The numbers of a rank's groups in each update of a batch of `total` groups."""
+    train = config.train
+    return [
+        numbers
+        for epoch in range(train.num_epochs)
+        for numbers in mini_batches(
+            total,
+            train.mini_batches,
+            seed=stable_hash(config.seed, "updates", step, epoch),
+            rank=rank,
+            world=world,
+        )
     ]
 
 

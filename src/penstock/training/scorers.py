@@ -1,14 +1,20 @@
-"""The models that score a batch and are not trained: the reference and the teachers."""
+"""Who scores a batch beside the policy: the reference, the teachers, and the policy itself with more in its prompt."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from penstock.config import Config
+from penstock.data.chat import ChatTemplate
+from penstock.errors import UserError
 from penstock.training.algo.method import task_algorithms
 from penstock.training.policy import load_policy
+from penstock.types import Group, Prompt
 
 
 def load_scorers(config: Config, dtype: torch.dtype) -> tuple[Any | None, dict[str, Any]]:
@@ -27,4 +33,30 @@ def load_scorers(config: Config, dtype: torch.dtype) -> tuple[Any | None, dict[s
     reference = None
     if needs_reference and not is_policy:
         reference = load(train.reference or config.model.path)
-    return reference, {name: load(teacher.path) for name, teacher in config.teachers.items()}
+    others = {name: known for name, known in config.teachers.items() if not known.is_policy}
+    return reference, {name: load(teacher.path) for name, teacher in others.items()}
+
+
+def with_hints(groups: Iterable[Group], config: Config, chat: ChatTemplate) -> Iterator[Group]:
+    """Yield the groups with the prompts of `teacher_template`; the responses stay as they were sampled."""
+    for group in groups:
+        task = config.tasks[group.task]
+        messages = _hinted(group.prompt, task.teacher_template)
+        prompt_ids = chat.encode(messages, task.system_prompt, task.chat_template_kwargs)
+        if len(prompt_ids) > task.max_prompt_tokens:
+            raise UserError(
+                f"tasks.{group.task}.teacher_template: got a prompt of {len(prompt_ids)} tokens ({group.prompt.prompt_id}), "
+                f"allowed: at most tasks.{group.task}.max_prompt_tokens = {task.max_prompt_tokens}"
+            )
+        rollouts = [replace(rollout, prompt_ids=prompt_ids) for rollout in group.rollouts]
+        yield replace(group, rollouts=rollouts)
+
+
+def _hinted(prompt: Prompt, template: str) -> list[dict[str, Any]]:
+    """The messages, with the template's text in the place of the last user message."""
+    messages = list(prompt.messages)
+    place = max(n for n, message in enumerate(messages) if message["role"] == "user")
+    values = {"prompt": str(messages[place]["content"]), "answer": prompt.gt_answer or ""}
+    text = re.sub(r"\{(prompt|answer)\}", lambda name: values[name[1]], template)
+    messages[place] = {**messages[place], "content": text}
+    return messages

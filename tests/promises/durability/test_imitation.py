@@ -11,6 +11,10 @@ from stages.tiny_run import KILLED, SEED, CrashServer, assert_went_on, death, di
 KINDS = {
     "imitates": ("algorithm.name=sft",),
     "distils": ("algorithm.name=distill", "algorithm.teacher=big", "teachers.big.path=demo"),
+    "distils-itself": (
+        *("algorithm.name=distill", "algorithm.teacher=self", "teachers.self.path=policy"),
+        "tasks.train.teacher_template='{prompt} = {answer}'",
+    ),
     "references": ("algorithm.kl_beta=0.1", "train.reference_every=2", "train.ema_decay=0.5"),
     "adapts": (
         *("algorithm.kl_beta=0.1", "algorithm.kl_target=0.05"),

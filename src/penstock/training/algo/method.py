@@ -422,6 +422,26 @@ def _check_teacher(config: Config, settings: AlgorithmSettings, key: str) -> Non
         )
 
 
+def _check_own_teacher(config: Config, task: str, settings: AlgorithmSettings, key: str) -> None:
+    """Refuse a policy that is its own teacher where it has no prompt of its own, and a prompt that nobody reads."""
+    agent, template = config.tasks[task].agent, config.tasks[task].teacher_template
+    is_policy = bool(settings.teacher) and config.teachers[settings.teacher].is_policy
+    if is_policy != ("{prompt}" in template):
+        teacher = "the policy itself" if is_policy else settings.teacher or "none"
+        raise UserError(
+            f"tasks.{task}.teacher_template: got {template!r} with teacher {teacher}, allowed: a text with {{prompt}}, "
+            "such as '{prompt} Hint: {answer}', with a teacher whose path is policy, else empty"
+        )
+    if is_policy and settings.divergence != "sampled":
+        raise UserError(
+            f"{key}.divergence: got {settings.divergence} with the policy itself as teacher, allowed: sampled"
+        )
+    if is_policy and agent != "single_turn":
+        raise UserError(
+            f"tasks.{task}.agent: got {agent} with the policy itself as teacher, allowed: single_turn"
+        )
+
+
 def _check_targets(settings: AlgorithmSettings, key: str) -> None:
     """Refuse a target without a coefficient that could follow it."""
     if settings.kl_target and not settings.needs_reference:
@@ -459,6 +479,7 @@ def _check_task(config: Config, task: str) -> None:
     _check_normalization(settings, key)
     _check_critic(config, settings, key)
     _check_teacher(config, settings, key)
+    _check_own_teacher(config, task, settings, key)
     _check_targets(settings, key)
     if settings.kl_beta > 0 and settings.kl_in == "none":
         raise UserError(
