@@ -79,14 +79,6 @@ class ProduceContext:
         step = self.progress.next_consumer_step
         self.replay_buffer.put(group, priority=int(is_tail), train_step=step)
 
-    def has_no_draw(self, statuses: tuple[Status, ...]) -> bool:
-        """Whether no prompt is left, and no group of these statuses waits to be generated again."""
-        if not self.sampler.why_exhausted:
-            return False
-        return not any(
-            self.replay_buffer.count(self.task_name, s) for s in (Status.INIT, *statuses)
-        )
-
     async def available_count(self) -> int:
         """Count the groups that were trained or are completed, to compare with `target_abs`."""
         return self.progress.consumed_samples[self.task_name] + self.completed()
@@ -214,10 +206,14 @@ class GroupRunner:
 
         Buffered groups of `statuses` come before fresh prompts. At most `cap` groups are in flight.
         """
-        in_flight = len(self.in_flight)
-        has_room = ctx.replay_buffer.has_room(ctx.task_name, reserved=in_flight)
-        if self._is_closed or in_flight >= cap or not has_room or ctx.has_no_draw(statuses):
+        in_flight, buffer = len(self.in_flight), ctx.replay_buffer
+        has_room = buffer.has_room(ctx.task_name, reserved=in_flight)
+        if self._is_closed or in_flight >= cap or not has_room:
             return False
+        if ctx.sampler.why_exhausted:
+            waiting = (buffer.count(ctx.task_name, s) for s in (Status.INIT, *statuses))
+            if not any(waiting):
+                return False
         entry = self._draw(ctx, statuses)
         name = f"generate {entry.group.group_id}"
         entry.task = asyncio.create_task(self._run(ctx, entry), name=name)

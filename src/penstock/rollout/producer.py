@@ -331,7 +331,6 @@ class Producer:
                 break
             if self._changed.count != seen:
                 continue  # a group expired in the meantime
-            self._raise_if_retired(shares)
             self._raise_if_hopeless(step, shares)
             await self._changed.wait_after(seen)
         groups = [
@@ -355,22 +354,16 @@ class Producer:
             if (share := shares.get(task.name, 0))
         )
 
-    def _raise_if_retired(self, shares: dict[str, int]) -> None:
-        """Raise PromptsRetired if a task has no prompt left, and its groups do not fill its share."""
-        for task in self._tasks:
-            buffer, sampler = task.ctx.replay_buffer, task.ctx.sampler
-            is_short = task.ctx.completed() < shares.get(task.name, 0)
-            to_retry = sum(buffer.count(task.name, s) for s in (Status.INIT, Status.ABORTED))
-            in_flight = task.strategy.pending_task_count()
-            if is_short and sampler.why_exhausted and not to_retry and not in_flight:
-                raise PromptsRetired(sampler.why_exhausted)
-
     def _raise_if_hopeless(self, step: int, shares: dict[str, int]) -> None:
-        """Raise a RunError if no task will produce the missing groups."""
+        """Raise a RunError if no task will produce the missing groups: PromptsRetired if no prompt is left."""
         for task in self._tasks:
             short = shares.get(task.name, 0) - task.ctx.completed()
             if short <= 0 or task.strategy.pending_task_count():
                 continue
+            if reason := task.ctx.sampler.why_exhausted:
+                buffer = task.ctx.replay_buffer
+                if not any(buffer.count(task.name, s) for s in (Status.INIT, Status.ABORTED)):
+                    raise PromptsRetired(reason)
             line = (
                 f"step {step}: {short} groups of task {task.name} are missing and nothing will "
                 "produce them: "
