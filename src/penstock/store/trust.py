@@ -51,7 +51,7 @@ def check(folder: Path, configs: Sequence[Config], *, trust: bool = False) -> No
     acts = sorted(links.union(*(acts_of(config) for config in configs)))
     if not trust and not _user_agrees(folder, acts):
         raise UserError(
-            f"run {folder}: you did not make it on this machine as it is now, and it would "
+            f"run {folder}: you did not make it on this machine, or it was changed since, and it would "
             f"{'; '.join(acts) or 'train'}; look at that first, then allowed: the same with --trust"
         )
     _write(digests)
@@ -125,7 +125,9 @@ def _user_agrees(folder: Path, acts: Sequence[str]) -> bool:
     """Ask the user; False where there is no terminal to answer on."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
-    say(f"You did not make {folder} on this machine as it is now. It would:", error=True)
+    say(
+        f"You did not make {folder} on this machine, or it was changed since. It would:", error=True
+    )
     for act in acts or ["train"]:
         say(f"  {act}", error=True)
     say("Allow this? [y/N] ", error=True)
