@@ -18,6 +18,7 @@ from penstock.config import Config
 from penstock.config.source import load_config
 from penstock.convert.tables import DEFAULTS, WORDS, Rule
 from penstock.convert.write import convert
+from penstock.training.algo.method import check_algorithm
 
 TRL = """
 #!/bin/bash
@@ -205,10 +206,32 @@ def test_a_flag_without_words_leaves_the_defaults_of_openrlhf() -> None:
     config, text = converted(
         "openrlhf", "python -m openrlhf.cli.train_ppo_ray --actor.adam.lr 1e-6"
     )
+    assert (config.algorithm.name, config.train.critic_lr) == ("ppo", 9e-6)
     assert (config.train.groups_per_step, config.train.mini_batches) == (1024, 64)  # 8192 / 128
     assert (config.sampling.max_tokens, config.seed, config.checkpoint.keep) == (2048, 42, 3)
     assert (config.train.parallel.zero, config.eval.at_start) == (2, False)
-    assert "needs a critic" in text
+    assert "the group is compared" not in text  # each token pays its KL, as there
+
+
+def test_the_value_model_of_openrlhf_and_verl() -> None:
+    words = "--algo.advantage.estimator gae --algo.advantage.lambd 0.95 --critic.value_clip 0.2"
+    config, _ = converted("openrlhf", f"python -m openrlhf.cli.train_ppo_ray {words}")
+    algorithm = config.algorithm
+    assert (algorithm.name, algorithm.gae_lambda, algorithm.value_clip) == ("ppo", 0.95, 0.2)
+    words = (
+        "algorithm.adv_estimator=gae algorithm.lam=0.9 critic.optim.lr=2e-5 trainer.critic_warmup=3"
+    )
+    config, _ = of_verl(words)
+    assert (config.algorithm.name, config.algorithm.gae_lambda) == ("ppo", 0.9)
+    assert (config.train.critic_lr, config.train.critic_warmup_steps) == (2e-5, 3)
+    check_algorithm(config)
+    config, _ = of_verl("algorithm.adv_estimator=grpo algorithm.lam=0.9 trainer.critic_warmup=0")
+    assert (config.algorithm.name, config.algorithm.gae_lambda) == ("grpo", None)
+
+
+def test_kl_in_the_reward_of_a_group_is_not_that_of_openrlhf() -> None:
+    words = "--advantage_estimator group_norm"
+    text = converted("openrlhf", f"python -m openrlhf.cli.train_ppo_ray {words}")[1]
     assert "there each token pays it after the group is compared" in text
 
 

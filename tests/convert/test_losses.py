@@ -33,7 +33,10 @@ CASES: dict[str, tuple[str, str, str, float, float, float, str]] = {
     "colossalai DAPO": (COLOSSALAI + "DAPO", "grpo", "tokens", 0.28, 0, 0.0, "engine"),
     "colossalai RLOO": (COLOSSALAI + "RLOO", "rloo", "samples", 0.2, 0, 0.01, "engine"),
     "colossalai PPB": (COLOSSALAI + "REINFORCE_PPB -kl 0", "ppb", "samples", 0.2, 0, 0, "engine"),
-    "verl grpo": (VERL, "grpo", "tokens", 0.2, 3.0, 0.0, "trainer"),
+    "verl grpo": (
+        VERL + "algorithm.adv_estimator=grpo",
+        *("grpo", "tokens", 0.2, 3.0, 0.0, "trainer"),
+    ),
     "verl rloo": (
         VERL + "algorithm.adv_estimator=rloo actor_rollout_ref.actor.use_kl_loss=True",
         "rloo",

@@ -150,6 +150,7 @@ def _verl(conversion: Conversion) -> None:
     elif loss != "vanilla":
         conversion.left.append(f"policy_loss.loss_mode = {loss}: write your own algorithm")
     _rloo_of_tokens(conversion)
+    _value_model(conversion, 1e-5)
     correction = "algorithm.rollout_correction.rollout_is"
     level, cap = conversion.take(correction), conversion.take(f"{correction}_threshold", 2.0)
     if level in ("token", "sequence"):
@@ -214,6 +215,7 @@ def _openrlhf(conversion: Conversion) -> None:
     conversion.settings.setdefault("sampling.max_tokens", (length, said))
     _openrlhf_loss(conversion)
     _rloo_of_tokens(conversion)
+    _value_model(conversion, 9e-6)
     nodes, each = conversion.take("actor_num_nodes", 1), conversion.take("actor_num_gpus_per_node")
     if each is not None:
         conversion.put("launch.num_consumers", int(nodes) * int(each), "actor nodes x GPUs")
@@ -247,7 +249,8 @@ def _openrlhf_loss(conversion: Conversion) -> None:
         conversion.put("algorithm.overlong_window", int(window), "overlong_buffer_len")
         conversion.put("algorithm.overlong_penalty", float(penalty), "overlong_penalty_factor")
     in_reward = conversion.value("algorithm.kl_in") == "reward"
-    if in_reward and conversion.value("algorithm.kl_beta"):
+    has_group = conversion.value("algorithm.name") != "ppo"
+    if in_reward and has_group and conversion.value("algorithm.kl_beta"):
         conversion.left.append(
             "KL in the reward: there each token pays it after the group is compared; here with a group baseline "
             "a rollout pays its whole KL before; algorithm.kl_beta = 0, or kl_in = 'loss', means the same in both"
@@ -402,6 +405,18 @@ def _rloo_of_tokens(conversion: Conversion) -> None:
         conversion.put("algorithm.name", "grpo", "rloo, with ratios of tokens")
         conversion.put("algorithm.baseline", "leave_one_out", "rloo")
         conversion.put("algorithm.normalize", "none", "rloo")
+
+
+def _value_model(conversion: Conversion, rate: float) -> None:
+    """Leave out the words of a value model where there is none; where there is one, write its default rate."""
+    if conversion.value("algorithm.name") == "ppo":
+        conversion.settings.setdefault("train.critic_lr", (rate, "its default"))
+        conversion.settings.pop("algorithm.normalize", None)  # of groups
+        return
+    for key in ("gamma", "gae_lambda", "value_clip"):
+        conversion.settings.pop(f"algorithm.{key}", None)
+    for key in ("critic_lr", "critic_warmup_steps"):
+        conversion.settings.pop(f"train.{key}", None)
 
 
 def _bounds_of_tokens(conversion: Conversion) -> None:
