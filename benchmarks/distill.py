@@ -29,8 +29,9 @@ STUDENT = [
     "algorithm.divergence=reverse",
     "sampling.num_generations=1",
     "train.groups_per_step=64",
-    "train.steps=60",
+    "train.steps=40",
     "train.lr=5e-4",
+    "train.schedule=cosine",
     "eval.every_steps=4",
 ]
 

@@ -136,7 +136,7 @@ class TaskConfig(TaskDataConfig):
     weight: float = Field(1.0, ge=0)
     """Share of this task in every batch, relative to the other tasks; remainders are carried over."""
     sampler: Literal["shuffle", "difficulty"] = "shuffle"
-    """shuffle: every prompt once in each pass; difficulty: more often those that the policy solves sometimes (docs/teach.md)."""
+    """shuffle: every prompt once in each pass; difficulty: more often those that the policy solves sometimes (docs/controls.md)."""
     retire_solved: int = Field(0, ge=0)
     """A prompt whose last N groups were all right is not drawn again; needs sampler = "difficulty". 0: never."""
     agent_actors: int = Field(0, ge=0)

@@ -525,7 +525,7 @@ def known_in(table: Table, leaves: set[str]) -> set[str] | None:
 
 
 def test_every_option_of_a_reward_is_documented() -> None:
-    text = (ROOT / "docs/rewards.md").read_text()
+    text = "".join((ROOT / f"docs/{page}.md").read_text() for page in ("rewards", "model-rewards"))
     for name in reward_options(*REWARDS) | set(SandboxSettings.model_fields):
         assert re.search(rf"`{name}\b", text), name
 
