@@ -6,6 +6,7 @@ Without `-m gpu` every test runs on the CPU, on a machine with GPUs too: most of
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import os
@@ -94,6 +95,13 @@ LONGEST_FIRST = (  # so that neither test process is left with one of these whil
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until everything is imported: what imports make is not garbage
+    with contextlib.suppress(ImportError):  # the environment of `make test-vllm` has no hypothesis
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile(
+            "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        )
+        settings.load_profile("untimed")
     if _has_room(MEMORY):  # runs sync their files after every step
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
     if (
