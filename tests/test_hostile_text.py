@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # without algebra, which has its own pro
     "boxed": {"equality": "numeric"},
     "length": {"target_tokens": 10},
 }
-RULES = [name for name in REWARDS if name != "reward_model"]
+RULES = [name for name in REWARDS if name not in ("reward_model", "judge")]  # models score there
 ASKED = prompt("42", {"inputs": [""], "outputs": ["42"]})
 
 

@@ -107,6 +107,7 @@ class DeafJournal(Journal):
         self._landings = WaitInOrder(stage.waits, "journal", WaitKind.SEND, responder="journal")
         self._writer = writer or DeafWriter()  # type: ignore[assignment]
         self._submit = self._writer.submit  # type: ignore[union-attr]
+        self._durable = self._writer.durable  # type: ignore[union-attr]
 
 
 @hangs(WaitKind.SEND, "journal has not answered send (sums:0) for 60 s")
