@@ -169,6 +169,9 @@ def start_rounded(job: str, folder: Path, ranks: Ranks) -> None:
     content = {"masters": masters, "published": published, "reach": reach(consumer, masters)}
     content["arrived"] = train(consumer, 2)["update/arrived"]
     content["after"] = dict(consumer.weights())
+    if ranks.world == 1 and named.keys() == published.keys():
+        moments = consumer.optimizer.state
+        content["gradient"] = {name: moments[one]["exp_avg"] for name, one in named.items()}
     if ranks.is_first:
         torch.save(content, folder / f"start-{job}-{layout_of(ranks)}.pt")
 

@@ -192,7 +192,9 @@ def assert_same_moves(one: dict, several: dict) -> None:
 
     Partial sums in half precision move a weight only where a master is near a border of the grid, or a
     gradient is zero but for rounding: Adam makes a step of lr (1e-4) of it, in either direction. So no
-    weight differs by more than two such steps, times what such a step moves, and one step of the grid.
+    weight differs by more than two such steps, times what such a step moves, and one step of the grid;
+    and weights whose gradient is well above rounding differ hardly ever. How many others do depends on
+    how the processor adds half-precision products.
     """
     parts = ((one, "published"), (one, "after"), (several, "after"))
     before, own, other = (
@@ -201,7 +203,13 @@ def assert_same_moves(one: dict, several: dict) -> None:
     torch.testing.assert_close(other, own, rtol=2**-7, atol=1e-4 + 2e-4 * one["reach"])
     moved = (own != before) | (other != before)
     assert moved.sum() > 1000
-    assert (own == other)[moved].double().mean() > 0.95  # 0.97 or more in every layout
+    has_gradient = "gradient" in one  # not with adapters, whose masters are no published weights
+    assert (own == other)[moved].double().mean() > (0.9 if has_gradient else 0.95)
+    if has_gradient:
+        sizes = [one["gradient"][name].abs() for name in one["after"]]
+        clear = torch.cat([(g > 0.2 * g.square().mean().sqrt()).flatten() for g in sizes])
+        assert (moved & clear).sum() > 700
+        assert (own == other)[moved & clear].double().mean() > 0.98
 
 
 def test_dithered_masters_are_the_same_in_every_layout(folder) -> None:
