@@ -40,6 +40,7 @@ from penstock.training.arrival import Arrival
 from penstock.training.average import REFERENCE, averages
 from penstock.training.dither import HALF_FORMATS
 from penstock.training.flat_batch import FlatBatch, batch_updates
+from penstock.training.learner import Learner
 from penstock.training.loss_part import LossPart
 from penstock.training.metrics import adapt, peak_memory_mib, step_metrics
 from penstock.training.micro_batch import LayerShape, token_budget
@@ -52,14 +53,7 @@ from penstock.training.objective import (
     token_advantages,
     update_sums,
 )
-from penstock.training.optimizer import (
-    LossScale,
-    Masters,
-    Outcome,
-    UpdateStep,
-    learning_rate,
-    make_optimizer,
-)
+from penstock.training.optimizer import Outcome, learning_rate
 from penstock.training.pack import Pack, make_packs
 from penstock.training.parallel.pipeline import Sampling, run_passes
 from penstock.training.parallel.ranks import Ranks, digest_over
@@ -103,7 +97,7 @@ class _BatchInTraining:
         return bool(self.outcomes)
 
 
-class Consumer:
+class Consumer(Learner):
     """Owns the policy, its optimizer and its place in the run."""
 
     def __init__(
@@ -152,18 +146,13 @@ class Consumer:
             self.policy.split(self.engine_dtype)
             if stored is not None:
                 self.policy.fill(stored)
-        self.masters = Masters(model, self.engine_dtype, sharding=self.policy.sharding)
-        self.policy.add_gradients_to(self.masters.of_parameters())
+        self._prepare_to_learn(config.train, self.engine_dtype, config.seed)
         if self.engine_dtype in HALF_FORMATS and self.policy.packs and self.ranks.world == 1:
             check_model(self.policy, config.model.path)  # again, in the format that computes
         if config.train.masters == "dithered":
-            self.masters.dither(config.seed)
             self.policy.merge_seed = config.seed
         self.averages = averages(config.train, self.masters)
         self.arrival = Arrival(self.policy, self.masters)
-        self.optimizer = make_optimizer(self.masters.parameters, config.train)
-        self.update_step = UpdateStep(self.masters, self.optimizer, config.train.max_grad_norm)
-        self.loss_scale = LossScale(self.engine_dtype)
         self.host_offload = HostOffload(self._training_tensors)
         if self.policy.device.type == "cuda" and self.ranks.world == 1:
             samplings = [config.task_sampling(task) for task in config.tasks]
@@ -221,7 +210,7 @@ class Consumer:
             for policy, _ in self._policies():
                 policy.finish_update()
                 policy.release()
-            self._drop_gradients()
+            self.drop_gradients()
             set_random_state(self, random_state)
             raise
         self.step = batch.step
@@ -269,15 +258,16 @@ class Consumer:
 
     def offload(self) -> None:
         """Move what only `train` needs from the GPU to host memory; published weights stay."""
-        self._drop_gradients()
+        self.drop_gradients()
         self.host_offload.offload()
 
     def reload(self) -> None:
         """Undo `offload`, bit for bit; `train` and `load` call it themselves."""
         self.host_offload.reload()
 
-    def _drop_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+    def drop_gradients(self) -> None:
+        """Forget the gradients of an update that was given up, also those of the critic."""
+        super().drop_gradients()
         if self.critic is not None:
             self.critic.drop_gradients()
 
@@ -304,7 +294,7 @@ class Consumer:
                 yield from (value for value in moments.values() if isinstance(value, Tensor))
 
     @property
-    def _learners(self) -> list[Consumer | Critic]:
+    def _learners(self) -> list[Learner]:
         """What has masters and an optimizer."""
         return [self] if self.critic is None else [self, self.critic]
 
@@ -464,7 +454,6 @@ class Consumer:
         sums = self.ranks.sum(update_sums(flat, chosen_R))
         aggregation = part.algorithm.settings.aggregation
         inputs.weigh(loss_weights(flat, chosen_R, sums, aggregation, self._constant_length))
-        self.policy.train()
         live_R, idle_R = (
             part.split_idle(chosen_R) if self.ranks.world == 1 else (chosen_R, chosen_R[:0])
         )
@@ -474,9 +463,8 @@ class Consumer:
             part.stats.add(result, before_update=not current.is_updated)
             return loss if part.weight == 1 else part.weight * loss
 
-        for part_R, backward in ((live_R, self.loss_scale.backward), (idle_R, None)):
-            run_passes(
-                self.policy,
+        for part_R, backward in ((live_R, True), (idle_R, False)):
+            self.forward_backward(
                 self._packs(flat, part_R, joined_by=part.algorithm if part.joins_rows else None),
                 self._counted(functools.partial(part.inputs_of_pass, self.teachers)),
                 finish,
@@ -502,13 +490,9 @@ class Consumer:
         return counted
 
     def _apply_update(self, rate: float, loss: UpdateLoss) -> Outcome:
-        """Make one optimizer step; return a function that gives (norm, whether loss and norm are finite).
-
-        An update that is not finite changes no weight and is counted.
-        """
+        """Make one optimizer step, and count updates that are not finite."""
         self.work_done += 1
-        self.loss_scale.unscale(self.masters.parameters.values())
-        outcome = self.update_step.apply(rate, loss)
+        outcome = self.optim_step(rate, loss)
 
         @functools.cache
         def count() -> tuple[float, bool]:

@@ -23,10 +23,11 @@ from penstock.model.transfer import to_device
 from penstock.training.algo.advantage import batch_mean_and_deviation, moments
 from penstock.training.algo.settings import AlgorithmSettings
 from penstock.training.flat_batch import FlatBatch
+from penstock.training.learner import Learner
 from penstock.training.objective import standardized
-from penstock.training.optimizer import LossScale, Masters, Outcome, UpdateStep, make_optimizer
+from penstock.training.optimizer import Outcome
 from penstock.training.pack import Pack
-from penstock.training.parallel.pipeline import Sampling, run_passes
+from penstock.training.parallel.pipeline import Sampling
 from penstock.training.parallel.ranks import Ranks
 from penstock.training.policy import Policy
 from penstock.training.stats import PassLosses, UpdateLoss, mean_of_finite
@@ -163,7 +164,7 @@ class ValueModel(Policy):
             self._warm_up_layers()
 
 
-class Critic:
+class Critic(Learner):
     """The value model, its masters and its optimizer."""
 
     def __init__(
@@ -187,13 +188,7 @@ class Critic:
             self.policy.split(dtype)
             if stored is not None:
                 self.policy.fill(stored)
-        self.masters = Masters(model, dtype, sharding=self.policy.sharding)
-        self.policy.add_gradients_to(self.masters.of_parameters())
-        if config.train.masters == "dithered":
-            self.masters.dither(config.seed)
-        self.optimizer = make_optimizer(self.masters.parameters, config.train)
-        self.update_step = UpdateStep(self.masters, self.optimizer, config.train.max_grad_norm)
-        self.loss_scale = LossScale(dtype)
+        self._prepare_to_learn(config.train, dtype, config.seed)
         self._losses = PassLosses()
         rate = config.train.critic_lr
         self._rate = 10.0 if rate is None else rate / config.train.lr  # times that of the policy
@@ -210,21 +205,18 @@ class Critic:
         check: Callable[[], None],
     ) -> None:
         """Run forward and backward over the packs; gradients add up in the masters."""
-        self.policy.train()
 
         def finish(pack: Pack, values_N: Tensor, _: Tensor) -> Tensor:
             loss = (values.loss(pack, values_N) * weight_N[pack.index_N]).sum()
             self._losses.add_loss(loss.detach())
             return loss
 
-        backward = self.loss_scale.backward
-        run_passes(self.policy, packs, sampling, finish, backward=backward, check=check)
+        self.forward_backward(packs, sampling, finish, check=check)
 
     def apply_update(self, policy_rate: float) -> Outcome:
         """Make one optimizer step, at a rate in proportion to the policy's."""
-        self.loss_scale.unscale(self.masters.parameters.values())
         loss = UpdateLoss([(self._losses, 1.0)], self.ranks)
-        outcome = self.update_step.apply(self._rate * policy_rate, loss)
+        outcome = self.optim_step(self._rate * policy_rate, loss)
         loss()
         self._losses.flush()
         if self.loss_scale.is_dynamic:  # the next update needs its factor
@@ -233,7 +225,7 @@ class Critic:
 
     def drop_gradients(self) -> None:
         """Forget what was accumulated since the last update."""
-        self.optimizer.zero_grad(set_to_none=True)
+        super().drop_gradients()
         self._losses.flush()
 
     def metrics(self, values: Sequence[TokenValues]) -> dict[str, float]:
