@@ -128,7 +128,7 @@ def demo_digest_s() -> float:
     """Return the seconds that the digest of the demo's policy takes, alone."""
     from penstock.config.demo import policy_path
     from penstock.weights.digest import digest_of
-    from penstock.weights.mapped_files import read_folder
+    from penstock.weights.model_weights import read_folder
 
     weights = read_folder(str(policy_path()))
     times = []

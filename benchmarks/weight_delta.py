@@ -17,7 +17,7 @@ import torch
 
 from penstock.files import weight_folder
 from penstock.weights.digest import digest_of
-from penstock.weights.mapped_files import read_folder
+from penstock.weights.model_weights import read_folder
 from penstock.weights.shared_memory import SharedMemorySync
 
 Weights = dict[str, torch.Tensor]

@@ -44,7 +44,7 @@ from penstock.types import WeightHandle
 from penstock.waits import Waits
 from penstock.weights.in_process import InProcessSync
 from penstock.weights.shared_memory import SharedMemorySync
-from penstock.workers.pool.node_copies import NodeCopies
+from penstock.workers.pool.weights import NodeCopies
 from penstock.workers.processes.process_worker import ProcessWorker
 from penstock.workers.supervise.supervised import SupervisionCallbacks
 

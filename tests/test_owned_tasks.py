@@ -17,7 +17,7 @@ STARTS = ("create_task", "ensure_future", "Thread", "ThreadPoolExecutor")
 OWNED = {
     # awaited in the same function, or in the one that cancels it
     "rollout/evaluation/evaluate.py _play": "a TaskGroup, the first error raised",
-    "rollout/evaluation/background.py Evaluations.begin": "the loop's TaskGroup",
+    "rollout/evaluation/evaluate.py Evaluations.begin": "the loop's TaskGroup",
     "rollout/evaluation/score.py _in_order": "a TaskGroup",
     "inspection/dashboard/server.py serve_on": "a TaskGroup",
     "run/job.py _load_and_launch": "awaited before it returns, or cancelled by a stop",

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.config.source import load_config
 from penstock.errors import UserError
-from penstock.run.rescore import score_groups, scored_again
+from penstock.run.replay import score_groups, scored_again
 from penstock.store.journal import Journal
 
 

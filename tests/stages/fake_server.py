@@ -18,7 +18,7 @@ from penstock.engine.protocol import Generation, GenerationRequest, SamplingPara
 from penstock.engine.transformers.engine import TransformersEngine
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.types import WeightHandle
-from penstock.weights.mapped_files import read_folder, read_shared
+from penstock.weights.model_weights import read_folder, read_shared
 from stages import tiny_policy as tiny
 
 PIECE = 4  # tokens per chunk

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.types import WeightHandle
-from penstock.weights.buffer import BufferWriter
-from penstock.weights.shared_memory import SharedMemorySync
+from penstock.weights.shared_memory import BufferWriter, SharedMemorySync
 from penstock.workers.processes.process_worker import ProcessWorker
 from stages.publications import weights
 

@@ -7,16 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.weights import delta
+from penstock.weights.distributor import DELTA_HEADER, apply_delta, encode_delta
 
 
 def round_trip(base: np.ndarray, new: np.ndarray) -> int | None:
     """Return the size of a delta that gave `new` back; None if the whole is to be sent."""
-    made = delta.encode(base.view(np.uint8), new.view(np.uint8))
+    made = encode_delta(base.view(np.uint8), new.view(np.uint8))
     if made is None:
         return None
     words = base.copy()
-    delta.apply(made, words)
+    apply_delta(made, words)
     assert (words == new).all()
     return len(made)
 
@@ -41,7 +41,7 @@ def test_gaps_longer_than_a_byte() -> None:
         new = base.copy()
         new[place] = 1
         assert round_trip(base, new) is not None
-    assert round_trip(base, base.copy()) == delta._HEADER.size + 2 * 8  # nothing changed
+    assert round_trip(base, base.copy()) == DELTA_HEADER.size + 2 * 8  # nothing changed
 
 
 def test_what_changed_much_is_sent_whole() -> None:

@@ -21,8 +21,9 @@ import torch
 from hypothesis import settings
 
 from penstock.errors import WeightsGone
-from penstock.weights import buffer
-from penstock.weights.device_memory import DeviceHandle, DeviceMemory, OpenedMemory, share_on_device
+from penstock.weights import shared_memory
+from penstock.weights.device_memory import DeviceHandle, DeviceMemory, OpenedMemory
+from penstock.weights.model_weights import share_on_device
 from penstock.weights.shared_memory import SharedMemorySync
 from stages.publications import Publications, holds, weights
 
@@ -63,8 +64,8 @@ class StandInOpened:
 def memory() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type != "cuda":
-            patch.setattr(buffer, "DeviceMemory", StandInMemory)
-            patch.setattr(buffer, "OpenedMemory", StandInOpened)
+            patch.setattr(shared_memory, "DeviceMemory", StandInMemory)
+            patch.setattr(shared_memory, "OpenedMemory", StandInOpened)
         yield
 
 
@@ -96,7 +97,7 @@ def test_only_the_header_is_in_the_file(tmp_path: Path) -> None:
     trainer, engine = new_trainer(tmp_path), SharedMemorySync()
     handle = trainer.publish(1, "d", weights(1))
     assert handle.location["device"] is not None
-    assert Path(handle.location["path"]).stat().st_size == buffer.HEADER_BYTES
+    assert Path(handle.location["path"]).stat().st_size == shared_memory.HEADER_BYTES
     fetched = list(engine.fetch(handle))
     assert holds(fetched, 1)
     assert all(tensor.device.type == DEVICE.type for _, tensor in fetched)
@@ -176,7 +177,7 @@ def test_another_process_reads_it_and_outlives_its_writer(tmp_path: Path) -> Non
 
 READ = """
 import json, sys
-from penstock.weights.device_memory import read_device
+from penstock.weights.model_weights import read_device
 for name, tensor in read_device(*json.loads(sys.argv[1])):
     print(name, tensor.dtype, list(tensor.shape), tensor.double().sum().item())
 """

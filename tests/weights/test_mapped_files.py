@@ -11,7 +11,7 @@ import torch
 
 from penstock.weights.broadcast import WeightGroup, open_store
 from penstock.weights.in_process import InProcessSync
-from penstock.weights.mapped_files import read_folder, read_shared, share_weights
+from penstock.weights.model_weights import read_folder, read_shared, share_weights
 from penstock.weights.shared_memory import SharedMemorySync
 
 WEIGHTS = {

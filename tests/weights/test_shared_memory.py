@@ -16,8 +16,7 @@ from hypothesis import settings
 
 from penstock.errors import RunError, WeightsGone
 from penstock.types import WeightHandle
-from penstock.weights.buffer import BufferReader, ReaderCache
-from penstock.weights.shared_memory import SharedMemorySync
+from penstock.weights.shared_memory import BufferReader, ReaderCache, SharedMemorySync
 from stages.publications import Publications, holds, weights
 from stages.weight_holder import start_holder
 

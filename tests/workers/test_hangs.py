@@ -19,14 +19,13 @@ from penstock.config import LaunchConfig, SamplingConfig
 from penstock.data.sampler import Sampler
 from penstock.engine.protocol import EngineStats
 from penstock.rollout import AsyncProduceStrategyConfig, ProduceProgress, Producer, ProduceTask
-from penstock.rollout.evaluation.background import Evaluations
-from penstock.rollout.evaluation.evaluate import EvalTask
+from penstock.rollout.evaluation.evaluate import EvalTask, Evaluations
 from penstock.rollout.progress import ReplayBuffer
 from penstock.store.journal import Journal
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.waits import WaitInOrder, WaitKind
-from penstock.workers.pool.node_copies import NodeCopies
 from penstock.workers.pool.pool import EnginePool
+from penstock.workers.pool.weights import NodeCopies
 from penstock.workers.supervise.supervised import CALLS, SupervisionCallbacks
 from penstock.workers.supervise.trainer import RestartingTrainer
 from stages.fake_engine import FakeEngine

@@ -8,7 +8,7 @@ from penstock.errors import RunError
 from penstock.run.twin.virtual_time import VirtualClock
 
 ray = pytest.importorskip("ray")
-from penstock.workers.ray.faults import BACKOFF_S, retry_while_full  # noqa: E402
+from penstock.workers.ray.actor import BACKOFF_S, retry_while_full  # noqa: E402
 
 pytestmark = pytest.mark.ray
 

@@ -1,19 +1,33 @@
-"""`penstock generate`: sample a policy and show each token with its log-prob.
+"""`penstock generate` and `penstock chat`: sample a policy with the config's engine, and keep nothing.
 
-Loads the config's engine and returns the samples; scores and keeps nothing.
+`generate` shows each token with its log-prob. `chat` talks turn by turn: a response is sampled in pieces, each
+of which continues the one before, so that it is shown while it grows. A first question that is a record of
+the config's tasks is scored with that task's rewards.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 
-from penstock.config import Config
+import numpy as np
+
+from penstock.config import Config, TaskDataConfig
+from penstock.config.demo import context_length
 from penstock.data.chat import ChatTemplate
-from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
-from penstock.errors import EngineError
+from penstock.data.dataset import first_prompts, gives_own_reward
+from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine, SamplingParams
+from penstock.errors import EngineError, RewardError, UserError
+from penstock.reward import build_reward
+from penstock.rollout.evaluation.score import answered
+from penstock.types import Prompt
 from penstock.workers.inline import opened_engine
+
+HELP = "/reset begins a new conversation, /exit ends"
+_PIECE = 8  # tokens that are sampled before they are shown
+_MOST_RECORDS = 20_000  # of a task, that a question is looked for in
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -55,8 +69,6 @@ async def _generate(
 def _requests(
     config: Config, prompts: list[str], num_generations: int, raw: bool, chat: ChatTemplate
 ) -> list[GenerationRequest]:
-    import numpy as np
-
     how = SamplingParams.from_config(config.sampling)
     requests = []
     for i, prompt in enumerate(prompts):
@@ -95,3 +107,119 @@ def describe(samples: Iterable[Sample]) -> Iterable[str]:
         )
         pairs = zip(sample.tokens, sample.logprobs, strict=True)
         yield "  " + " ".join(f"{token!r}:{logprob:.2f}" for token, logprob in pairs)
+
+
+async def talk(
+    config: Config, questions: Iterable[str], write: Callable[[str], None], *, scored: bool
+) -> None:
+    """Answer the questions, in one conversation until `/reset`; `write` gets text as it comes.
+
+    scored: the config has tasks of its own, whose rewards are shown.
+    """
+    chat = ChatTemplate.from_config(config.model)
+    tasks = {**config.tasks, **config.eval.tasks} if scored else {}
+    known = _known_prompts(tasks.values(), config.seed)
+    async with opened_engine(config) as engine:
+        conversation = Conversation(config, chat, engine, next(iter(tasks.values()), None))
+        for question in questions:
+            if question == "/reset":
+                conversation.messages.clear()
+                write("a new conversation\n")
+            elif question.startswith("/"):
+                write(f"{HELP}\n")
+            elif question.strip():
+                is_first = not conversation.messages
+                async for piece in conversation.answer(question):
+                    write(piece)
+                write("\n")
+                if is_first and (record := known.get(question.strip())):
+                    write(f"{await _reward(*record, conversation)}\n")
+
+
+class Conversation:
+    """The messages so far, and the engine that answers."""
+
+    def __init__(
+        self,
+        config: Config,
+        chat: ChatTemplate,
+        engine: InferenceEngine,
+        task: TaskDataConfig | None,
+    ) -> None:
+        self.messages: list[dict[str, str]] = []
+        self.response_ids = np.zeros(0, np.int32)  # of the newest answer
+        self._config, self._chat, self._engine = config, chat, engine
+        self._system_prompt = task.system_prompt if task else ""
+        self._arguments = task.chat_template_kwargs if task else {}
+        self._context = context_length(config.model.path) or 1 << 30
+
+    async def answer(self, question: str) -> AsyncIterator[str]:
+        """Yield the pieces of the answer to a question, which then belongs to the conversation."""
+        asked = [*self.messages, {"role": "user", "content": question}]
+        prompt_ids = self._chat.encode(asked, self._system_prompt, self._arguments)
+        most = min(self._config.sampling.max_tokens, self._context - len(prompt_ids))
+        if most < 1:
+            raise UserError(
+                f"chat: got a conversation of {len(prompt_ids)} tokens, allowed: fewer than the model's "
+                f"context of {self._context}; /reset begins a new one"
+            )
+        ids, shown = np.zeros(0, np.int32), ""
+        ended = False
+        while not ended:
+            size = min(most, len(ids) + _PIECE)
+            [piece] = await self._engine.generate_many([self._request(prompt_ids, ids, size)])
+            if piece.finish_reason == "error":
+                raise EngineError(f"chat: {piece.error}")
+            ids = np.concatenate([ids, piece.token_ids]).astype(np.int32)
+            ended = piece.finish_reason != "length" or len(ids) >= most
+            text = self._chat.decode(ids.tolist())
+            if ended or not text.endswith("\ufffd"):  # a character may have several tokens
+                yield text[len(shown) :]
+                shown = text
+        self.response_ids = ids
+        self.messages = [*asked, {"role": "assistant", "content": shown}]
+
+    def _request(self, prompt_ids: np.ndarray, ids: np.ndarray, size: int) -> GenerationRequest:
+        sampling = SamplingParams.from_config(self._config.sampling, max_tokens=size, min_tokens=0)
+        return GenerationRequest(
+            request_id=f"{len(self.messages)}.{len(ids)}",
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            seed=self._config.seed + len(self.messages),
+            response_ids=ids,
+        )
+
+
+def _known_prompts(
+    tasks: Iterable[TaskDataConfig], seed: int
+) -> dict[str, tuple[TaskDataConfig, Prompt, bool]]:
+    """The one-message prompts of the tasks that can be scored, by their text."""
+    known: dict[str, tuple[TaskDataConfig, Prompt, bool]] = {}
+    for task in tasks:
+        if gives_own_reward(task):
+            continue
+        try:
+            build_reward(task.rewards, max_tokens=1)
+            prompts, is_chat = first_prompts(task, _MOST_RECORDS, seed)
+        except UserError:  # data or functions that are not on this machine
+            continue
+        for prompt in itertools.filterfalse(lambda prompt: len(prompt.messages) > 1, prompts):
+            known[str(prompt.messages[0]["content"]).strip()] = (task, prompt, is_chat)
+    return known
+
+
+async def _reward(
+    task: TaskDataConfig, prompt: Prompt, is_chat: bool, conversation: Conversation
+) -> str:
+    """What the task's rewards give the newest answer, as a line."""
+    text, length = conversation.messages[-1]["content"], len(conversation.response_ids)
+    rollout = answered("chat", prompt, text, length)
+    judge = build_reward(task.rewards, max_tokens=max(1, length), is_chat=is_chat)
+    try:
+        [score] = await judge.score_group([rollout], [prompt])
+    except RewardError as error:
+        return f"reward: none: {error}"
+    finally:
+        await judge.close()
+    expected = f", expected {prompt.gt_answer}" if prompt.gt_answer is not None else ""
+    return f"reward {score.value:g}{expected}"

@@ -46,8 +46,12 @@ from penstock.rollout import (
 )
 from penstock.rollout.agent.build import build_agent
 from penstock.rollout.agent.function import FunctionAgent, InterruptedCalls
-from penstock.rollout.evaluation.background import Evaluations
-from penstock.rollout.evaluation.evaluate import EvalTask, best_or_pending, choose_problems
+from penstock.rollout.evaluation.evaluate import (
+    EvalTask,
+    Evaluations,
+    best_or_pending,
+    choose_problems,
+)
 from penstock.run.foundation import BatchSource, Foundation, NewestVersion, Status, lay_foundation
 from penstock.run.run_data import RunData, count_steps, duplicates, left_behind, overlaps
 from penstock.run.stop_rules import StopRules

@@ -68,7 +68,7 @@ def generate(
 
 def chat(arguments: ModelArguments = None, trust: Trust = False) -> None:
     """Talk to a run or a model; /reset begins a new conversation. Shows the reward of a task's prompt."""
-    from penstock.run.chat import HELP, talk
+    from penstock.run.generate import HELP, talk
     from penstock.run.session import model_config
 
     path, overrides = split_words(arguments or [])

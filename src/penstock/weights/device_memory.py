@@ -2,7 +2,7 @@
 
 Allocated through the driver, beside torch's own pools, so that freeing it returns it to the device. The
 exporting process gives others a handle of 64 bytes; a process that opens the handle sees the same bytes on
-the same GPU with no copy. Who may read and write when is decided in `buffer.py`.
+the same GPU with no copy. Who may read and write when is decided in `shared_memory.py`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import contextlib
 import ctypes
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from penstock.errors import EngineError, RunError, WeightsGone
-from penstock.weights.layout import Entry, layout_of, views
 
 _HANDLE_BYTES = 64
 _ENABLE_PEER_ACCESS = 1
@@ -122,30 +121,6 @@ def _tensor(
 def exported_memory(handle: DeviceHandle) -> DeviceMemory | None:
     """The memory, if this process owns it: the driver opens memory only in other processes."""
     return _EXPORTED.get(handle)
-
-
-def share_on_device(
-    weights: dict[str, torch.Tensor],
-) -> tuple[DeviceMemory, list[str], list[Entry]]:
-    """Copy weights of one GPU into memory that others can open; return it, its handle and the entries.
-
-    Handle and entries are plain values, so that any message can carry them.
-    """
-    entries, size = layout_of(weights.items())
-    device = next(iter(weights.values())).device
-    memory = DeviceMemory(size, device)
-    for name, view in views(memory.tensor(size)[0], entries):
-        view.copy_(weights[name])
-    torch.cuda.current_stream(device).synchronize()
-    handle = memory.export()
-    return memory, [handle.uuid, handle.octets.hex(), str(size)], entries
-
-
-def read_device(handle: list[str], entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights that another process shared with `share_on_device`, as views with no copy."""
-    uuid, octets, size = handle
-    opened, _ = OpenedMemory(DeviceHandle(uuid, bytes.fromhex(octets))).tensor(int(size))
-    return views(opened, entries)
 
 
 def _uuid(device: torch.device) -> str:

@@ -1,13 +1,17 @@
 """A distributor: brings published weights to its node, one copy over the network per node.
 
 Each node has one distributor, a process of its own. It receives a publication from the distributor of a
-node that holds it, into weight buffers of its own node (`buffer.py`), and serves it to others; engines read
+node that holds it, into weight buffers of its own node (`shared_memory.py`), and serves it to others; engines read
 the buffers as they would on the trainer's node, and decode meanwhile. Who receives from whom is decided by
-`workers/pool/node_copies.py`.
+`workers/pool/weights.py`.
 
 The receiver connects, names the publication and the weights that it holds already, and gets one frame for
-each bucket: the whole bucket or, with `sync.kind = delta`, its difference to those weights (`delta.py`). It
-keeps the differences to pass them on. Engines check the digest of what came out.
+each bucket: the whole bucket or, with `sync.kind = delta`, its difference to those weights. It keeps the
+differences to pass them on. Engines check the digest of what came out.
+
+Between two updates few 16-bit weights change their bits, and most of those by one unit in the last place.
+A delta holds, for every 16-bit word that changed, the gap to the one before (Huffman-coded bytes), the sign
+of the change (a bit) and its size (mostly one: compressed away). Padding and float32 are words like others.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import socket
 import socketserver
 import struct
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -33,9 +38,80 @@ import torch
 from penstock.errors import RunError, WeightsGone
 from penstock.files import ScratchFolder, weight_folder
 from penstock.types import WeightHandle
-from penstock.weights import delta
 from penstock.weights.protocol import Endpoint
 from penstock.weights.shared_memory import SHARED_MEMORY, SharedMemorySync, location_of
+
+DELTA_HEADER = struct.Struct("<III")  # bytes of the gaps, of the signs, of the sizes
+_RUN = 255  # a byte that stands for so many units and is continued
+_MOST_SHARE = 0.3  # of the words: above it a delta is hardly smaller, and slow to make
+
+
+def encode_delta(base: np.ndarray, new: np.ndarray) -> bytes | None:
+    """The delta from one array of bytes to another of its size; None if the whole is smaller."""
+    changed, change = _changes(base, new)
+    if len(changed) > _MOST_SHARE * len(new) / 2:
+        return None
+    gaps = _compressed(_bytes_of(np.diff(changed, prepend=-1) - 1), zlib.Z_HUFFMAN_ONLY)
+    signs = np.packbits(change > 0).tobytes()
+    sizes = _compressed(_bytes_of(np.abs(change) - 1), zlib.Z_DEFAULT_STRATEGY)
+    delta = DELTA_HEADER.pack(len(gaps), len(signs), len(sizes)) + gaps + signs + sizes
+    return delta if len(delta) < len(new) else None
+
+
+def _changes(base: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The 16-bit words that differ, and by how much; four words at a time are compared first."""
+    rest = len(new) // 8 * 8
+    old_fours, new_fours = base[:rest].view(np.uint64), new[:rest].view(np.uint64)
+    fours = np.flatnonzero(old_fours != new_fours)
+    old_words, new_words = old_fours[fours].view(np.uint16), new_fours[fours].view(np.uint16)
+    differs = np.flatnonzero(old_words != new_words)
+    places = fours[differs >> 2] * 4 + (differs & 3)
+    old_words, new_words = old_words[differs], new_words[differs]
+    if rest < len(new):
+        old_rest, new_rest = base[rest:].view(np.uint16), new[rest:].view(np.uint16)
+        differs = np.flatnonzero(old_rest != new_rest)
+        places = np.append(places, rest // 2 + differs)
+        old_words = np.append(old_words, old_rest[differs])
+        new_words = np.append(new_words, new_rest[differs])
+    return places, (new_words - old_words).view(np.int16).astype(np.int32)
+
+
+def apply_delta(delta: bytes, words: np.ndarray) -> None:
+    """Change an array of 16-bit words, a copy of the base, into the new words."""
+    num_gaps, num_signs, num_sizes = DELTA_HEADER.unpack_from(delta)
+    start, rest = DELTA_HEADER.size, DELTA_HEADER.size + num_gaps
+    gaps = _numbers_of(zlib.decompress(delta[start:rest]))
+    signs = np.frombuffer(delta, np.uint8, num_signs, rest)
+    rest += num_signs
+    sizes = _numbers_of(zlib.decompress(delta[rest : rest + num_sizes])) + 1
+    places = np.cumsum(gaps + 1) - 1
+    change = np.where(np.unpackbits(signs, count=len(places)), sizes, -sizes)
+    words[places] += change.astype(np.int16).view(np.uint16)
+
+
+def _compressed(octets: np.ndarray, strategy: int) -> bytes:
+    compressor = zlib.compressobj(level=1, strategy=strategy)
+    return compressor.compress(octets.data) + compressor.flush()
+
+
+def _bytes_of(numbers: np.ndarray) -> np.ndarray:
+    """Numbers as bytes: a 255 for each 255 in the number, then what is left."""
+    large = np.flatnonzero(numbers >= _RUN)
+    if not len(large):
+        return numbers.astype(np.uint8)
+    runs, lasts = np.zeros(len(numbers), np.int64), numbers.astype(np.uint8)
+    runs[large], lasts[large] = numbers[large] // _RUN, numbers[large] % _RUN
+    octets = np.full(int(runs.sum()) + len(numbers), _RUN, np.uint8)
+    octets[np.cumsum(runs + 1) - 1] = lasts
+    return octets
+
+
+def _numbers_of(data: bytes) -> np.ndarray:
+    octets = np.frombuffer(data, np.uint8)
+    lasts = np.flatnonzero(octets != _RUN)
+    runs = np.diff(lasts, prepend=-1) - 1
+    return octets[lasts] + _RUN * runs
+
 
 BUCKET_BYTES = 32 * 2**20
 _CONNECTIONS = 2  # that share the buckets of one copy, as one core carries less than most links do
@@ -250,7 +326,7 @@ def _encode(
 ) -> bytes | None:
     old, bucket = (octets[start : start + BUCKET_BYTES] for octets in (base, new))
     wait_until_written(start + len(bucket))
-    return delta.encode(old.numpy(), bucket.numpy())
+    return encode_delta(old.numpy(), bucket.numpy())
 
 
 def _pull_bucket(
@@ -267,7 +343,7 @@ def _pull_bucket(
         raise WeightsGone(octets.decode())
     assert base is not None, "a delta is sent to a receiver that named its base"
     bucket.copy_(base)
-    delta.apply(octets, bucket.numpy().view(np.uint16))
+    apply_delta(octets, bucket.numpy().view(np.uint16))
     kept.set_result(octets)
     return int(size)
 

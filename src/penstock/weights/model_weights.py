@@ -1,11 +1,14 @@
-"""The weights of a model by name, their digest, and a load that is complete or does not happen.
+"""The weights of a model by name, their digest, a load that is complete or does not happen, and sharing.
 
 A tied weight counts once, under its first name; buffers do not count. Trainer and engine use the same
-order and the same bits, so that their digests agree.
+order and the same bits, so that their digests agree. Processes of other programs on this machine read
+weights from files (published ones lie in a file already, `shared_memory.py`) or in a GPU's memory.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -13,8 +16,11 @@ import torch
 
 from penstock.errors import DigestMismatch, EngineError, WeightsGone
 from penstock.types import WeightHandle
+from penstock.weights.device_memory import DeviceHandle, DeviceMemory, OpenedMemory
 from penstock.weights.digest import digest_of
-from penstock.weights.mapped_files import FOLDER, read_folder
+from penstock.weights.shared_memory import HEADER_BYTES, SHARED_MEMORY, Entry, layout_of, views
+
+FOLDER = "folder"  # the kind of a WeightHandle whose location is a folder of safetensors files
 
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -96,3 +102,68 @@ def _refuse_others(model: torch.nn.Module, new: dict[str, torch.Tensor]) -> None
                 f"weight {name} refused: got {new[name].dtype} {tuple(new[name].shape)}, "
                 f"allowed: {tensor.dtype} {tuple(tensor.shape)}"
             )
+
+
+# -- sharing with other programs ---------------------------------------------------------------
+
+
+def share_weights(
+    source: WeightHandle, weights: dict[str, torch.Tensor], file: Path, *, copy: bool
+) -> tuple[str, list[Entry]]:
+    """The file that holds the weights of `source`, and their entries; written to `file` if none does.
+
+    `copy` always writes `file`, for readers that see only its folder.
+    """
+    if source.kind == SHARED_MEMORY and source.location["device"] is None and not copy:
+        published = source.location["tensors"]
+        return source.location["path"], [
+            (name, dtype, shape, HEADER_BYTES + offset) for name, dtype, shape, offset in published
+        ]
+    entries, size = layout_of(weights.items())
+    with open(os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "r+b") as opened:
+        opened.truncate(size)
+        octets = torch.frombuffer(mmap.mmap(opened.fileno(), size), dtype=torch.uint8)
+    for name, view in views(octets, entries):
+        view.copy_(weights[name])
+    return str(file), entries
+
+
+def read_shared(file: str, entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights as views of a private mapping: no copy, and a write does not reach the file."""
+    with open(file, "rb") as opened:
+        mapping = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+    return views(torch.frombuffer(mapping, dtype=torch.uint8), entries)
+
+
+def read_folder(folder: str | Path) -> dict[str, torch.Tensor]:
+    """All weights of a safetensors folder, mapped."""
+    from safetensors.torch import load_file
+
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors in {folder}")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def share_on_device(
+    weights: dict[str, torch.Tensor],
+) -> tuple[DeviceMemory, list[str], list[Entry]]:
+    """Copy weights of one GPU into memory that others can open; return it, its handle and the entries.
+
+    Handle and entries are plain values, so that any message can carry them.
+    """
+    entries, size = layout_of(weights.items())
+    device = next(iter(weights.values())).device
+    memory = DeviceMemory(size, device)
+    for name, view in views(memory.tensor(size)[0], entries):
+        view.copy_(weights[name])
+    torch.cuda.current_stream(device).synchronize()
+    handle = memory.export()
+    return memory, [handle.uuid, handle.octets.hex(), str(size)], entries
+
+
+def read_device(handle: list[str], entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that another process shared with `share_on_device`, as views with no copy."""
+    uuid, octets, size = handle
+    opened, _ = OpenedMemory(DeviceHandle(uuid, bytes.fromhex(octets))).tensor(int(size))
+    return views(opened, entries)

@@ -17,8 +17,8 @@ from penstock.engine.protocol import EngineStats, InferenceEngine, SetAside
 from penstock.errors import RunError
 from penstock.waits import WaitKind, loop_time
 from penstock.workers.colocated import ColocatedTrainer
-from penstock.workers.pool.node_copies import NodeCopies
 from penstock.workers.pool.pool import EnginePool
+from penstock.workers.pool.weights import NodeCopies
 from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks, nothing
 from penstock.workers.supervise.trainer import RestartingTrainer, publishes_after
 

@@ -120,7 +120,7 @@ class SharedMemory:
             self.buffers = kept
 
     async def read(self, handle: WeightHandle, process: SimProcess) -> Buffer:
-        """Wait for the bytes of a handle; raise WeightsGone as `weights/buffer.py` does."""
+        """Wait for the bytes of a handle; raise WeightsGone as `weights/shared_memory.py` does."""
         buffer = self.buffers.get(handle.location)
         if buffer is None:
             raise WeightsGone(f"weights of publication {handle.location} are gone")

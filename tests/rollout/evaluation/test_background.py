@@ -14,8 +14,7 @@ import pytest
 from penstock.config import SamplingConfig
 from penstock.errors import EngineError
 from penstock.reward.protocol import Reward
-from penstock.rollout.evaluation.background import Evaluations
-from penstock.rollout.evaluation.evaluate import EvalTask
+from penstock.rollout.evaluation.evaluate import EvalTask, Evaluations
 from penstock.run.job import open_job
 from penstock.run.loop import Loop
 from penstock.run.recover import begin

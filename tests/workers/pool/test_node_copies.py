@@ -27,8 +27,8 @@ from penstock.types import WeightHandle
 from penstock.waits import Waits
 from penstock.weights.protocol import Endpoint
 from penstock.weights.shared_memory import SharedMemorySync
-from penstock.workers.pool import node_copies
-from penstock.workers.pool.node_copies import NodeCopies
+from penstock.workers.pool import weights as pool_weights
+from penstock.workers.pool.weights import NodeCopies
 from penstock.workers.processes.process_worker import ProcessWorker
 from penstock.workers.supervise.supervised import SupervisionCallbacks
 
@@ -209,7 +209,7 @@ def test_whatever_fails_every_node_that_can_be_reached_gets_its_copy(rounds: lis
 
 def test_a_sender_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver hears nothing and says so; the sender does not answer the driver either."""
-    monkeypatch.setattr(node_copies, "_ANSWER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(pool_weights, "_ANSWER_TIMEOUT_S", 0.01)
     notes: list[str] = []
     scripts = {"b": ["fails"], "answer of a": ["", "hangs"]}
 

@@ -21,7 +21,7 @@ import torch
 from penstock.engine.openai.server import HttpError, Server
 from penstock.files import ScratchFolder, memory_folder
 from penstock.types import WeightHandle
-from penstock.weights.mapped_files import FOLDER, share_weights
+from penstock.weights.model_weights import FOLDER, share_weights
 
 Weights = dict[str, torch.Tensor]
 WeightPlace = dict[str, object]  # fields of a call that tell the server where the weights are

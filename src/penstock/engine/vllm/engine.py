@@ -33,11 +33,19 @@ from penstock.engine.vllm.options import VllmOptions
 from penstock.errors import EngineError
 from penstock.files import ScratchFolder, memory_folder
 from penstock.types import WeightHandle
-from penstock.weights import mapped_files
 from penstock.weights.broadcast import WeightGroup, open_store
-from penstock.weights.device_memory import DeviceMemory, read_device, share_on_device
+from penstock.weights.device_memory import DeviceMemory
 from penstock.weights.digest import digest_of
-from penstock.weights.model_weights import checked_weights, folder_digest
+from penstock.weights.model_weights import (
+    FOLDER,
+    checked_weights,
+    folder_digest,
+    read_device,
+    read_folder,
+    read_shared,
+    share_on_device,
+    share_weights,
+)
 
 try:
     from vllm import SamplingParams
@@ -112,11 +120,11 @@ class PenstockTransfer(WeightTransferEngine):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if update_info.folder:
-            weights = mapped_files.read_folder(update_info.folder)
+            weights = read_folder(update_info.folder)
         elif update_info.memory:
             weights = dict(read_device(update_info.memory, update_info.entries))
         elif update_info.file:
-            weights = dict(mapped_files.read_shared(update_info.file, update_info.entries))
+            weights = dict(read_shared(update_info.file, update_info.entries))
         elif self._group is not None:
             weights = self._group.receive(update_info.shapes)
         else:
@@ -218,9 +226,7 @@ class VllmEngine:
             self._end_ids = await asyncio.to_thread(response_end_ids, self._model)
         self._world = 1 + self._alive.vllm_config.parallel_config.world_size_across_dp
         digest = await asyncio.to_thread(folder_digest, options.path)
-        first = WeightHandle(
-            version=0, digest=digest, kind=mapped_files.FOLDER, location=options.path
-        )
+        first = WeightHandle(version=0, digest=digest, kind=FOLDER, location=options.path)
         self._version, self._digest, self._latest = 0, digest, first if digest else None
         self._paused, self._asleep, self._weights = None, False, "there"
         self._requests.gate.set()
@@ -345,13 +351,13 @@ class VllmEngine:
             await self._join_group()
             shapes = [[n, str(t.dtype)[6:], list(t.shape)] for n, t in weights.items()]
             return {"digest": source.digest, "shapes": shapes}
-        if source.kind == mapped_files.FOLDER and not self._options.transfer_folder:
+        if source.kind == FOLDER and not self._options.transfer_folder:
             return {"digest": source.digest, "folder": str(source.location)}
         if next(iter(weights.values())).is_cuda and not self._options.transfer_folder:
             self._memory, handle, entries = await asyncio.to_thread(share_on_device, weights)
             return {"digest": source.digest, "memory": handle, "entries": list(map(list, entries))}
         name, entries = await asyncio.to_thread(
-            mapped_files.share_weights,
+            share_weights,
             source,
             weights,
             file,

@@ -52,7 +52,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Predict a run: the real control plane on virtual time, with the lengths and times of another run."""
-    from penstock.run.twin import fit, plan, show
+    from penstock.run.twin import fit, plan
     from penstock.run.twin.profile import Profile, assumed
 
     source = profile or check
@@ -70,7 +70,7 @@ def simulate(
             }
         )
         checks = plan.check(check, known)
-        lines = [show.check_json(checks)] if as_json else show.check_lines(check, source, checks)
+        lines = [plan.check_json(checks)] if as_json else plan.check_lines(check, source, checks)
         for line in lines:
             say(line)
         if save_profile is not None:
@@ -82,10 +82,10 @@ def simulate(
         known.set_speeds(config, kind_speed)
     gpus = plan.parse_nodes(nodes) if nodes else 0
     answers = plan.make_plan(config, known, steps=steps, gpus=gpus, variations=vary or None)
-    for line in [show.json_of(known, answers)] if as_json else show.text_of(known, answers):
+    for line in [plan.json_of(known, answers)] if as_json else plan.text_of(known, answers):
         say(line)
     if picture is not None:
-        _write("picture", picture, show.picture(answers))
+        _write("picture", picture, plan.picture(answers))
     if save_profile is not None:
         _write("profile", save_profile, known.to_json())
 

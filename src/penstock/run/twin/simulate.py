@@ -30,9 +30,9 @@ from penstock.rollout.evaluation.evaluate import EvalTask
 from penstock.run.foundation import Foundation, NewestVersion
 from penstock.run.job import join_parts, make_producer, make_task
 from penstock.run.loop import Loop
-from penstock.run.twin.engine import ModelledEngine
-from penstock.run.twin.parts import (
+from penstock.run.twin.engine import (
     DriverTime,
+    ModelledEngine,
     ModelledJournal,
     ModelledReward,
     ModelledTrainer,

@@ -18,7 +18,6 @@ from penstock.engine.protocol import EngineStats, Generation, GenerationRequest,
 from penstock.errors import EngineError, EnginesLost, PartFailed, RunError, UserError, WorkerDied
 from penstock.types import WeightHandle
 from penstock.waits import WaitKind
-from penstock.workers.pool.node_copies import NodeCopies
 from penstock.workers.pool.requests import (
     ENDED,
     MOVES,
@@ -31,7 +30,7 @@ from penstock.workers.pool.requests import (
     Scheduler,
     empty_answer,
 )
-from penstock.workers.pool.weights import Loads, NewestWeights, Renew
+from penstock.workers.pool.weights import Loads, NewestWeights, NodeCopies, Renew
 from penstock.workers.supervise.supervised import Call, Restarts, Supervised, SupervisionCallbacks
 
 T = TypeVar("T")

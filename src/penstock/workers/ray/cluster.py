@@ -2,7 +2,7 @@
 
 Without an address it starts a cluster of this machine alone and stops it after the run; with an address it
 joins that cluster. `placement.py` decides which actor runs on which node. Weights go through shared memory,
-and from node to node (`workers/pool/node_copies.py`).
+and from node to node (`workers/pool/weights.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from penstock.config import Config, LaunchConfig, SamplingConfig
 from penstock.errors import UserError, WorkerDied
 from penstock.weights import DELTA, sync_kind
-from penstock.workers.pool.node_copies import NodeCopies
+from penstock.workers.pool.weights import NodeCopies
 from penstock.workers.ray.actor import ActorWorker
 from penstock.workers.ray.agents import ActorAgentLoop
 from penstock.workers.ray.placement import Placement, PlacementSlot, bundles
