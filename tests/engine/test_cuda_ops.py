@@ -13,8 +13,8 @@ import torch
 from penstock.model.decoder import hidden_states, logits
 from penstock.model.decoder_weights import ModuleProducts, read_weights
 from penstock.model.families import family_of
-from penstock.model.kernels import decode_reference as reference
 from penstock.model.ops import TorchOps
+from stages import decode_reference as reference
 from stages.decoder_cases import CASES, make_decoder, make_image_model
 
 pytestmark = pytest.mark.gpu(stand_in=True)

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from penstock.engine.protocol import GenerationRequest, SamplingParams
 from penstock.engine.transformers import engine as engine_module
 from penstock.engine.transformers.cuda import cuda_runner, cuda_steps
 from penstock.engine.transformers.cuda.cuda_runner import CudaRunner, Launch
 from penstock.engine.transformers.engine import TransformersEngine
 from penstock.engine.transformers.options import TransformersOptions
-from penstock.model.kernels import decode_reference
+from stages import decode_reference
 from stages import tiny_policy as tiny
 from stages.decoder_cases import make_decoder
 
@@ -116,7 +118,6 @@ def test_a_familys_decoder_makes_the_tokens_of_the_cpu_runner(
     case: str, stand_in: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels by Triton's interpreter; the longest prompt is computed in parts of five rows."""
-    pytest.importorskip("triton")
     some = requests(max_tokens=3)[2:5]
     how = {"load": lambda: make_decoder(case), "fuse": True, "prefill_rows": 5}
     wanted = generate(some, 2, **how)

@@ -14,11 +14,9 @@ import pytest
 import torch
 
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
-from penstock.engine.transformers.cuda import cuda_decoder, cuda_runner, cuda_steps
 from penstock.engine.transformers.engine import TransformersEngine
 from penstock.engine.transformers.kv_attention import IMPLEMENTATION
 from penstock.engine.transformers.options import TransformersOptions
-from penstock.model.kernels import decode_reference
 from penstock.model.loading import load_causal_lm
 from stages import tiny_policy as tiny
 from stages.engine_case import run
@@ -78,25 +76,13 @@ def plain_logprobs(model: Any, request: GenerationRequest, made: Generation) -> 
     return scores.gather(1, chosen)[8:, 0].cpu().numpy()
 
 
-def use_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the kernels as an installation without Triton does."""
-    for name in ("decode_attention", "store_rows"):
-        monkeypatch.setattr(cuda_steps, name, getattr(decode_reference, name))
-    for name in ("next_rows", "sample_rows"):
-        monkeypatch.setattr(cuda_runner, name, getattr(decode_reference, name))
-    for module in (cuda_runner, cuda_decoder):
-        monkeypatch.setattr(module, "HAS_KERNELS", False)
-
-
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("how", ["graphs", "no graphs", "no Triton"])
+@pytest.mark.parametrize("how", ["graphs", "no graphs"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_engine_has_the_log_probs_of_the_plain_model(
-    checkpoint: str, dtype: torch.dtype, how: str, monkeypatch: pytest.MonkeyPatch
+    checkpoint: str, dtype: torch.dtype, how: str
 ) -> None:
     """In a half format the engine is as far from the float32 model as the plain model is."""
-    if how == "no Triton":
-        use_plain_torch(monkeypatch)
     from transformers import AutoModelForCausalLM
 
     options = TransformersOptions(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.model.kernels import decode_reference as reference
 from penstock.model.kernels.row_tiles import Norm
 from penstock.model.sampling import stream_key, uniforms, uniforms_torch
+from stages import decode_reference as reference
 
 pytestmark = pytest.mark.gpu(stand_in=True)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -253,15 +253,8 @@ def _chunk_function(
         return chunk_logprobs_
     if not hidden_ND.is_cuda or hidden_ND.dtype == torch.float64:
         return chunk_logprobs
-    return _kernel() or chunk_logprobs
+    from penstock.model.kernels import head_kernels
 
-
-@functools.cache
-def _kernel() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]] | None:
-    try:
-        from penstock.model.kernels import head_kernels
-    except ImportError:  # CUDA without Triton
-        return None
     return head_kernels.chunk_logprobs_
 
 

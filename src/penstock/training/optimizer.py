@@ -255,11 +255,7 @@ def _fused(masters: Masters, optimizer: torch.optim.Optimizer) -> Any | None:
     devices = {master.device.type for master in masters.parameters.values()}
     if devices != {"cuda"} or masters.sharding.ranks.world > 1:
         return None
-    if type(masters) is not Masters:
-        return None  # they round in their own way
-    try:
-        from penstock.model.kernels.adamw_kernels import AdamWStep
-    except ImportError:  # CUDA without Triton
-        return None
+    from penstock.model.kernels.adamw_kernels import AdamWStep
+
     rounded = {masters.parameters[name]: parameter for name, parameter in masters.rounded.items()}
     return AdamWStep(optimizer, rounded) if AdamWStep.fits(optimizer, rounded) else None

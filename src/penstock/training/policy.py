@@ -518,14 +518,9 @@ def _checkpointed(layer: nn.Module, call: Callable[..., Any], *inputs: Any) -> A
 
 
 def _kernels(masters: Mapping[int, nn.Parameter], *, divided: bool) -> tuple[Ops, Products]:
-    """The decoder's operations on a GPU; plain torch if Triton is not installed.
+    """The decoder's operations on a GPU; a divided model is multiplied by its modules, whose hooks talk to other ranks."""
+    from penstock.model.kernels.train_ops import TrainOps
 
-    A divided model is multiplied by its modules, whose hooks talk to the other ranks.
-    """
-    try:
-        from penstock.model.kernels.train_ops import TrainOps
-    except ImportError:
-        return TorchOps(), ModuleProducts()
     return TrainOps(masters), ModuleProducts() if divided else TrainProducts(masters)
 
 

@@ -3,7 +3,7 @@
 
 torch takes three passes over the parameters for it (clip, AdamW, copy), and its host must know first whether the
 gradient is finite. Here a tensor on the device decides, so that the host does not wait. The arithmetic is that of
-torch's fused AdamW, whose state stays where it is. Imported only if Triton is installed and the model is on a GPU.
+torch's fused AdamW, whose state stays where it is. Imported only if the model is on a GPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Triton kernels of a decode step: looking up its rows, storing keys and values, attention over regions, and sampling.
 
-`decode_reference.py` computes attention and sampling in plain torch, and tests compare the two. Imported only if
-CUDA and Triton are present. Attention reads each key and value once for all query heads of a group; sampling
-reads the logits once, plus the block of the sampled token.
+Tests compare attention and sampling with plain torch. Imported only if the model is on a GPU. Attention reads each
+key and value once for all query heads of a group; sampling reads the logits once, plus the block of the sampled token.
 """
 
 from __future__ import annotations

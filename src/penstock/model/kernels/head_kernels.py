@@ -3,7 +3,7 @@
 
 One program per token reads its row of raw logits, and replaces the row by the gradient if that is wanted.
 `logprobs.py` computes the same in plain torch (`chunk_logprobs`), and tests compare the two. Imported only if
-Triton is installed and the model is on a GPU.
+the model is on a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A family's decoder on a GPU: the logits of decode steps, which graphs capture, and of prompts.
 
-One kernel looks up the rows of a decode step: state, embeddings and rotations. Without Triton, plain torch computes
-everything.
+One kernel looks up the rows of a decode step: state, embeddings and rotations.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.transformers.cuda.cuda_steps import HAS_KERNELS, DecodeStep, PrefillStep
+from penstock.engine.transformers.cuda.cuda_ops import CudaOps
+from penstock.engine.transformers.cuda.cuda_steps import DecodeStep, PrefillStep
 from penstock.engine.transformers.cuda.regions import KVPool
 from penstock.engine.transformers.kv_attention import KVShape
 from penstock.engine.transformers.sequences import Span
@@ -23,7 +23,8 @@ from penstock.model.decoder_check import check_decoder
 from penstock.model.decoder_weights import read_weights
 from penstock.model.families import Family
 from penstock.model.joint_weights import JointProducts
-from penstock.model.ops import Ops, TorchOps, embedding_scale
+from penstock.model.kernels.decode_kernels import open_rows
+from penstock.model.ops import embedding_scale
 
 
 class CudaDecoder:
@@ -32,11 +33,7 @@ class CudaDecoder:
     def __init__(self, model: Any, family: Family) -> None:
         self._model, self._family = model, family
         self._weights = read_weights(model, family, JointProducts())
-        self._ops: Ops = TorchOps()
-        if HAS_KERNELS:
-            from penstock.engine.transformers.cuda.cuda_ops import CudaOps
-
-            self._ops = CudaOps()
+        self._ops = CudaOps()
         self._dtype, self._device = self._weights.embedding.dtype, self._weights.embedding.device
         self.shape = KVShape.of(family, self._dtype)
         self._turn_PW: Tensor | None = None
@@ -72,12 +69,6 @@ class CudaDecoder:
 
     def decode(self, state: Any, pool: KVPool, slot_B: Tensor) -> Tensor:
         """Store a token of each slot and return the logits of its next one."""
-        if not HAS_KERNELS:
-            start_B, position_B = state.start[slot_B], state.position[slot_B]
-            step = DecodeStep(pool, start_B, start_B + position_B, position_B + 1)
-            return self.logits(step, state.token[slot_B], position_B, None)
-        from penstock.model.kernels.decode_kernels import open_rows
-
         assert self._turn_PW is not None
         scale = embedding_scale(self._family, self._dtype)
         rows = open_rows(slot_B, state, self._weights.embedding, scale, self._turn_PW)

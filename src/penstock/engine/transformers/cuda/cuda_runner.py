@@ -20,13 +20,10 @@ import torch
 
 from penstock.engine.transformers.cuda.cuda_decoder import CudaDecoder
 from penstock.engine.transformers.cuda.cuda_steps import (
-    HAS_KERNELS,
     ChunkStep,
     DecodeStep,
     PrefillStep,
     joined_ranges,
-    next_rows,
-    sample_rows,
 )
 from penstock.engine.transformers.cuda.regions import KVPool, Regions
 from penstock.engine.transformers.kv_attention import StepCache, probe_shape, running
@@ -47,6 +44,7 @@ from penstock.engine.transformers.sequences import (
 from penstock.model.arithmetic import any_order, has_experts
 from penstock.model.attention import Step
 from penstock.model.families import family_of
+from penstock.model.kernels.decode_kernels import next_rows, sample_rows
 from penstock.model.loading import end_ids
 from penstock.model.sampling import sample
 from penstock.model.transfer import to_device
@@ -141,8 +139,7 @@ class CudaRunner:
         if family is not None:
             decoder = CudaDecoder(self.model, family)
             decoder.check(longest)
-            how = "kernels" if HAS_KERNELS else "plain torch: Triton is not installed"
-            line = f"{decoder.shape.layers} layers decode by {how}"
+            line = f"{decoder.shape.layers} layers decode by kernels"
         print(f"engine on {self._device}: {line}", file=sys.stderr, flush=True)
         return decoder
 
@@ -190,7 +187,7 @@ class CudaRunner:
     def _can_capture(self) -> bool:
         """Whether a decode step needs nothing of the host, as a graph requires."""
         own_code_can = _fixed_rope(self.model) and not has_experts(self.model)
-        return HAS_KERNELS and (self._decoder is not None or own_code_can)
+        return self._decoder is not None or own_code_can
 
     # ---- calls from the engine
 

@@ -1,6 +1,6 @@
 """The passes of the CUDA runner: a decode step, which graphs capture, packed prompts, and a part of a long prompt.
 
-All store keys and values in the regions of `KVPool`. Without Triton, plain torch replaces the kernels.
+All store keys and values in the regions of `KVPool`.
 """
 
 from __future__ import annotations
@@ -19,36 +19,9 @@ from penstock.model.attention import (
     flash_attention,
     plain_attention,
 )
+from penstock.model.kernels.decode_kernels import decode_attention, store_rows
 from penstock.model.packed_attention import flash_aligns_ends
 from penstock.model.transfer import to_device
-
-try:
-    from penstock.model.kernels.decode_kernels import (
-        decode_attention,
-        next_rows,
-        sample_rows,
-        store_rows,
-    )
-
-    HAS_KERNELS = True
-except ImportError:  # CUDA without Triton
-    HAS_KERNELS = False
-    from penstock.model.kernels.decode_reference import (
-        decode_attention,
-        next_rows,
-        sample_rows,
-        store_rows,
-    )
-
-__all__ = [
-    "HAS_KERNELS",
-    "ChunkStep",
-    "DecodeStep",
-    "PrefillStep",
-    "joined_ranges",
-    "next_rows",
-    "sample_rows",
-]
 
 
 class DecodeStep:

@@ -1,4 +1,4 @@
-"""Attention and sampling of a decode step in plain torch: the specification of the kernels, and their fallback without Triton."""
+"""Attention and sampling of a decode step in plain torch: the specification of the kernels."""
 
 from __future__ import annotations
 
