@@ -21,7 +21,7 @@ import pytest
 import penstock
 from penstock import api, cli
 from penstock.config import plugins
-from penstock.data.rows import write_rows
+from penstock.data.source import write_rows
 from penstock.errors import UserError
 from penstock.inspection.track import console
 from penstock.run.session import StopSignals, outside_a_loop

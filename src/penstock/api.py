@@ -522,7 +522,7 @@ def _inputs(
     Within it a config may name the Python objects, and an error about rows names no scratch file.
     """
     from penstock.config import plugins
-    from penstock.data.rows import write_rows
+    from penstock.data.source import write_rows
     from penstock.files import ScratchFolder
 
     with ScratchFolder.new("rows") as scratch, plugins.python_objects(objects):

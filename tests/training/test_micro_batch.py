@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.training.micro_batch import LayerShape, choose_micro_batch_tokens
+from penstock.training.pack import LayerShape, choose_micro_batch_tokens
 
 GIB = 2**30
 SMALL = LayerShape(layers=30, hidden=576, intermediate=1536, bytes_per_number=2)  # SmolLM2-135M

@@ -1,7 +1,8 @@
 """Where a task's records come from: files of several formats, folders, globs, hub datasets, generators.
 
 `Records` yields plain records with a number that is unique in the source, names the place of a record
-for messages, and takes the identity of all content while it is read. Judges no record (`dataset.py`).
+for messages, and takes the identity of all content while it is read; `write_rows` makes a file of what a
+program gives. Judges no record (`dataset.py`).
 pyarrow and datasets are imported when a source needs them.
 """
 
@@ -18,10 +19,10 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from penstock.data import builtin, reasoning_gym
 from penstock.errors import UserError
@@ -461,3 +462,39 @@ FORMATS: dict[str, tuple[Callable[[Path, ContentHash], Iterator[Row]], str]] = {
 def _format_of(path: Path) -> tuple[Callable[[Path, ContentHash], Iterator[Row]], str] | None:
     suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
     return FORMATS.get(suffixes[-1].lower()) if suffixes else None
+
+
+# ---- rows that a Python program gives
+
+
+def write_rows(path: Path, source: Any) -> None:
+    """Write each row as a JSON line; a string is a prompt."""
+    with path.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(_rows(source), start=1):
+            record = {"prompt": row} if isinstance(row, str) else row
+            if not isinstance(record, Mapping):
+                raise UserError(
+                    f"data: row {number}: got {type(row).__name__}, allowed: a dict or a string"
+                )
+            file.write(f"{json.dumps(plain(record))}\n")
+
+
+def _rows(source: Any) -> Iterable[Any]:
+    if hasattr(source, "iloc"):  # a data frame
+        return cast(Iterable[Any], source.to_dict("records"))
+    if isinstance(source, Mapping):
+        if any(hasattr(value, "column_names") for value in source.values()):
+            raise UserError(
+                f"data: got the splits {', '.join(source)}, allowed: one of them, as in "
+                f"data=dataset[{next(iter(source))!r}]"
+            )
+        sizes = {len(value) for value in source.values() if isinstance(value, Sequence)}
+        if len(sizes) != 1 or any(isinstance(v, str) for v in source.values()):
+            raise UserError("data: got a dict, allowed: a list of dicts, or columns of one length")
+        return (dict(zip(source, row, strict=True)) for row in zip(*source.values(), strict=True))
+    if not isinstance(source, Iterable) or isinstance(source, bytes):
+        raise UserError(
+            f"data: got {type(source).__name__}, allowed: a path or name, a list of dicts, a "
+            "datasets.Dataset or a data frame"
+        )
+    return source

@@ -43,7 +43,6 @@ from penstock.training.flat_batch import FlatBatch, batch_updates
 from penstock.training.learner import Learner
 from penstock.training.loss_part import LossPart
 from penstock.training.metrics import adapt, peak_memory_mib, step_metrics
-from penstock.training.micro_batch import LayerShape, token_budget
 from penstock.training.model_check import check_loaded, check_model, lay_out
 from penstock.training.objective import (
     TokenInputs,
@@ -54,7 +53,7 @@ from penstock.training.objective import (
     update_sums,
 )
 from penstock.training.optimizer import Outcome, learning_rate
-from penstock.training.pack import Pack, make_packs
+from penstock.training.pack import LayerShape, Pack, make_packs, token_budget
 from penstock.training.parallel.pipeline import Sampling, run_passes
 from penstock.training.parallel.ranks import Ranks, digest_over
 from penstock.training.policy import (

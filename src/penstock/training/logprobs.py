@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from penstock.model.exponentials import exp_into
 from penstock.model.families import Family
+from penstock.model.sampling import exp_into
 from penstock.training.parallel.collectives import all_max, all_sum
 from penstock.training.parallel.ranks import Axis
 

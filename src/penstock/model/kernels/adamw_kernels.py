@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from penstock.model.kernels.sizes import cdiv
+from penstock.model.kernels.row_tiles import cdiv
 from penstock.model.transfer import to_device
 
 _CHUNK = 8192  # elements of a program

@@ -14,8 +14,14 @@ import triton
 import triton.language as tl
 
 from penstock.model.kernels.row_kernels import overlapped, wait_for_last
-from penstock.model.kernels.row_tiles import MOST_SPLITS, PROGRAMS, Norm, count_splits
-from penstock.model.kernels.sizes import cdiv, next_power_of_2
+from penstock.model.kernels.row_tiles import (
+    MOST_SPLITS,
+    PROGRAMS,
+    Norm,
+    cdiv,
+    count_splits,
+    next_power_of_2,
+)
 
 _ATTEND = {"num_warps": 2, "num_stages": 2}
 _BLOCK_BYTES = 16384  # of keys and values that a program reads at once

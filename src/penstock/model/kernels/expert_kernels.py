@@ -16,7 +16,7 @@ import triton.language as tl
 
 from penstock.model.joint_weights import LinearStack
 from penstock.model.kernels.row_kernels import activate, halves, overlapped, wait_for_last
-from penstock.model.kernels.sizes import cdiv, next_power_of_2
+from penstock.model.kernels.row_tiles import cdiv, next_power_of_2
 
 _COLUMNS = 1024  # of the sum, per program
 _SORTED = 1024  # entries that a program compares at once

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.model.kernels.sizes import cdiv
+from penstock.model.kernels.row_tiles import cdiv
 
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}  # that the kernels compute
 _COLUMNS = 1024  # per program

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.model.kernels.sizes import cdiv, next_power_of_2
+from penstock.model.kernels.row_tiles import cdiv, next_power_of_2
 
 _PROGRAMS = 528  # four for each processor of a large GPU
 _ELEMENTS = 4096  # of the rows that a program holds at once

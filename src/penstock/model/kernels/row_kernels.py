@@ -17,8 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.model.kernels.row_tiles import Norm, Tiles
-from penstock.model.kernels.sizes import cdiv, next_power_of_2
+from penstock.model.kernels.row_tiles import Norm, Tiles, cdiv, next_power_of_2
 
 ROWS = 16  # of a program: the least of a tensor core's dot product
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")  # names of a config that `activate` computes

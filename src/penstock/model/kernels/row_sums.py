@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.model.kernels.sizes import cdiv, next_power_of_2
+from penstock.model.kernels.row_tiles import cdiv, next_power_of_2
 
 _COLUMNS = 1024
 _AT_ONCE = 8  # rows that a program loads together

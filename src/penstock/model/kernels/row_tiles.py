@@ -1,7 +1,8 @@
 """Which products of a decode step run as kernels of `row_kernels.py`, and how they and attention are cut.
 
 The rule follows measurements on one H200. Weights are read once for every 16 rows, and the programs of a large weight
-run one after another: there the library's products win.
+run one after another: there the library's products win. Also sizes in plain Python: Triton's own functions of these
+names take 10 us a call, more than a launch.
 """
 
 from __future__ import annotations
@@ -57,3 +58,13 @@ def count_splits(contexts: int, programs: int = PROGRAMS) -> int:
     while splits < MOST_SPLITS and contexts * splits < programs:
         splits *= 2
     return splits
+
+
+def cdiv(count: int, size: int) -> int:
+    """Into how many blocks of a size a count is cut."""
+    return -(-count // size)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()

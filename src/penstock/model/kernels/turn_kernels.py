@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.model.families import Family
-from penstock.model.kernels.sizes import next_power_of_2
+from penstock.model.kernels.row_tiles import next_power_of_2
 from penstock.model.ops import Table
 from penstock.model.packed_attention import Copies
 
