@@ -30,7 +30,6 @@ from penstock.engine.transformers.cuda.cuda_steps import (  # noqa: E402
 )
 from penstock.engine.transformers.cuda.regions import KVPool  # noqa: E402
 from penstock.engine.transformers.kv_attention import KVShape  # noqa: E402
-from penstock.engine.transformers.sequences import Span  # noqa: E402
 from penstock.errors import UserError  # noqa: E402
 from penstock.model.attention import (  # noqa: E402
     AttentionCall,
@@ -96,7 +95,7 @@ def test_prompts_and_decode_steps_have_the_logits_of_plain_torch(
     positions_T = torch.arange(ROWS, device=DEVICE)
     rows = np.arange(ROWS)
     kept = torch.tensor([4, ROWS - 1], device=DEVICE)
-    prefill = PrefillStep(pool, [Span(0, ROWS, ROWS)], rows, rows + 20)
+    prefill = PrefillStep(pool, np.array([ROWS]), rows, rows + 20)
     assert_close(decoder.logits(prefill, ids_T[:-1], positions_T, kept), wanted[kept])
     begin = torch.full_like(positions_T, 2)
     decode = DecodeStep(pool, begin, begin + positions_T, positions_T + 1)
@@ -170,7 +169,7 @@ def test_joint_weights_follow_an_update_under_the_checkpoints_names() -> None:
     load_weights(plain, new)
     ids_T, rows = draw_ids(5), np.arange(5)
     pool = KVPool.allocate(decoder.shape, 5, DEVICE)
-    step = PrefillStep(pool, [Span(0, 5, 5)], rows, rows)
+    step = PrefillStep(pool, np.array([5]), rows, rows)
     got = decoder.logits(step, ids_T, torch.arange(5, device=DEVICE), None)
     assert_close(got, plain_logits(plain, family, ids_T))
 
@@ -180,7 +179,7 @@ def test_joint_weights_follow_an_update_under_the_checkpoints_names() -> None:
 def test_packed_prompts_attend_as_each_by_itself(dtype: torch.dtype, window: int | None) -> None:
     """Three prompts of 6, 1 and 9 tokens; on a GPU in half precision by the flash kernel."""
     lengths = np.array([6, 1, 9])
-    spans = [Span(0, 6, 6), Span(6, 1, 1), Span(7, 9, 9)]
+    spans = np.array([6, 1, 9])
     shape = KVShape(layers=1, heads=2, key_size=16, value_size=16, dtype=dtype)
     pool = KVPool.allocate(shape, 40, DEVICE)
     target = joined_ranges(np.array([20, 0, 30]), lengths)

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.transformers.cpu.buckets import BucketedKV, StoredKV
+from penstock.engine.transformers.cpu.buckets import BucketedKV
 from penstock.engine.transformers.cuda.regions import Regions
 from penstock.engine.transformers.kv_attention import KVShape
+from penstock.engine.transformers.prefix_tree import StoredKV
 from penstock.weights.model_weights import model_digest, named_weights
 
 SHAPE = KVShape(layers=2, heads=1, key_size=2, value_size=2, dtype=torch.float32)

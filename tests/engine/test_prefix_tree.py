@@ -15,14 +15,14 @@ def ids(values: list[int]) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def insert(tree: PrefixTree[list], values: list[int]) -> None:
+def insert(tree: PrefixTree, values: list[int]) -> None:
     """Store the prefixes of each token as what was computed for it."""
     for node in tree.path(ids(values)):
         if node.kv is None:
             tree.store(node, [values[: n + 1] for n in range(node.start, node.end)])
 
 
-def read(tree: PrefixTree[list], values: list[int]) -> list[list[int]]:
+def read(tree: PrefixTree, values: list[int]) -> list[list[int]]:
     return [stored for kv, count in tree.read(ids(values)) for stored in kv[:count]]
 
 
@@ -35,7 +35,7 @@ def shared(first: list[int], second: list[int]) -> int:
 def test_a_request_gets_its_longest_stored_prefix(
     stored: list[list[int]], wanted: list[int]
 ) -> None:
-    tree: PrefixTree[list] = PrefixTree(10**6)
+    tree: PrefixTree = PrefixTree(10**6)
     for values in stored:
         insert(tree, values)
     longest = max((shared(values, wanted) for values in stored), default=0)
@@ -48,7 +48,7 @@ def test_a_request_gets_its_longest_stored_prefix(
 def test_it_holds_no_more_than_it_may_and_only_true_prefixes(
     stored: list[list[int]], most: int
 ) -> None:
-    tree: PrefixTree[list] = PrefixTree(most)
+    tree: PrefixTree = PrefixTree(most)
     for values in stored:
         insert(tree, values)
         tree.trim()
@@ -57,7 +57,7 @@ def test_it_holds_no_more_than_it_may_and_only_true_prefixes(
 
 
 def test_the_least_recently_used_branch_goes_first() -> None:
-    tree: PrefixTree[list] = PrefixTree(6)
+    tree: PrefixTree = PrefixTree(6)
     for values in ([1, 1, 2, 2], [1, 1, 3, 3]):
         insert(tree, values)
     read(tree, [1, 1, 2, 2])

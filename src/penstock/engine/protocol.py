@@ -43,15 +43,9 @@ class SamplingParams:
     @classmethod
     def from_config(cls, config: SamplingConfig, **changes: Any) -> Self:
         """The fields of [sampling], overridden by `changes`."""
-        configured = {
-            "temperature": config.temperature,
-            "top_k": config.top_k,
-            "top_p": config.top_p,
-            "min_tokens": config.min_tokens,
-            "max_tokens": config.max_tokens,
-            "stop": tuple(config.stop),
-        }
-        return cls(**{**configured, **changes})
+        shared = {f.name for f in fields(cls)} & type(config).model_fields.keys()
+        configured = {name: getattr(config, name) for name in shared}
+        return cls(**{**configured, "stop": tuple(config.stop), **changes})
 
 
 @pickled_by_position

@@ -9,8 +9,6 @@ layers pass them, so latent attention (DeepSeek) is stored expanded. The caches 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,16 +61,6 @@ class StepCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0
-
-
-@contextmanager
-def running(step: Step) -> Iterator[None]:
-    """Make `step` current for this thread's forward pass."""
-    _current.step = step
-    try:
-        yield
-    finally:
-        _current.step = None
 
 
 def _attention(
@@ -131,7 +119,7 @@ def probe_shape(model: torch.nn.Module, longest: int) -> KVShape:
     """
     name, probe = type(model).__name__, OneSequence()
     try:
-        _run_rows(model, probe, torch.zeros(2, dtype=torch.int64))
+        _of_one_sequence(model, probe, torch.zeros(2, dtype=torch.int64))
     except (
         AttributeError,
         LookupError,
@@ -163,18 +151,31 @@ def probe_shape(model: torch.nn.Module, longest: int) -> KVShape:
     )
 
 
-def _run_rows(model: Any, step: Step, ids_T: torch.Tensor) -> torch.Tensor:
-    """The logits of one sequence by the model's own code over a step."""
-    ids_T = ids_T.to(next(model.parameters()).device)
-    with running(step):
-        output = model(
-            input_ids=ids_T[None],
-            position_ids=torch.arange(len(ids_T), device=ids_T.device)[None],
+def own_logits(
+    model: Any,
+    step: Step,
+    ids_R: torch.Tensor,
+    position_R: torch.Tensor,
+    kept_K: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The logits of the kept rows by the model's own code over a step; None: of all."""
+    _current.step = step
+    try:
+        logits_KV: torch.Tensor = model(
+            input_ids=ids_R[None],
+            position_ids=position_R[None],
             past_key_values=StepCache(),
             use_cache=True,
-        )
-    logits_TV: torch.Tensor = output.logits[0]
-    return logits_TV
+            logits_to_keep=0 if kept_K is None else kept_K,
+        ).logits[0]
+    finally:
+        _current.step = None
+    return logits_KV
+
+
+def _of_one_sequence(model: Any, step: Step, ids_T: torch.Tensor) -> torch.Tensor:
+    ids_T = ids_T.to(next(model.parameters()).device)
+    return own_logits(model, step, ids_T, torch.arange(len(ids_T), device=ids_T.device))
 
 
 def _check_logprobs(model: Any, longest: int) -> None:
@@ -189,7 +190,7 @@ def _check_logprobs(model: Any, longest: int) -> None:
         with torch.no_grad():
             with eager_attention(model):
                 plain_TV = model(input_ids=ids_T[None], use_cache=False).logits[0]
-            rows_TV = _run_rows(model, OneSequence(), ids_T)
+            rows_TV = _of_one_sequence(model, OneSequence(), ids_T)
         actual_T, plain_T = token_logprobs(rows_TV, ids_T), token_logprobs(plain_TV, ids_T)
         gap, exact = difference(actual_T, plain_T, plain_TV.dtype)
         if not exact:

@@ -1,47 +1,48 @@
 """A prefix tree of token ids: which leading tokens of a request have keys and values already.
 
-A node is a run of tokens behind those of its parent. What is stored for them is the runner's own: tensors
-on a CPU, rows of a pool on a GPU. The tree only cuts it by tokens, where two requests part. It holds the
-keys and values of one set of weights: who loads others clears it. Makes no tensors.
+A node is a run of tokens behind those of its parent. The tree cuts it where two requests part. It holds the
+keys and values of one set of weights: who loads others clears it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 
-class Rows(Protocol):
-    """What a runner stores for a run of tokens."""
+@dataclass(slots=True, frozen=True)
+class StoredKV:
+    """Keys and values of tokens that follow each other, [layers, tokens, kv heads, size]."""
 
-    def __getitem__(self, tokens: slice) -> Self:
-        """What is stored for some of the tokens; it stays valid when the whole is forgotten."""
+    keys: Tensor
+    values: Tensor
 
-
-KV = TypeVar("KV", bound=Rows)
+    def __getitem__(self, tokens: slice) -> StoredKV:
+        """A copy: a view would keep the memory of all tokens."""
+        return StoredKV(self.keys[:, tokens].clone(), self.values[:, tokens].clone())
 
 
 @dataclass(slots=True, eq=False)
-class Node(Generic[KV]):
+class Node:
     """A run of tokens, which follows `start` tokens of its ancestors."""
 
     ids: np.ndarray  # int32
     start: int
-    parent: Node[KV] | None
-    kv: KV | None = None  # None: to be computed
-    children: dict[int, Node[KV]] = field(default_factory=dict)  # by their first token
+    parent: Node | None
+    kv: StoredKV | None = None  # None: to be computed
+    children: dict[int, Node] = field(default_factory=dict)  # by their first token
 
     @property
     def end(self) -> int:
         return self.start + len(self.ids)
 
     @property
-    def ancestors(self) -> list[Node[KV]]:
+    def ancestors(self) -> list[Node]:
         """The nodes before this one, from the first; the root is none of them."""
-        before: list[Node[KV]] = []
+        before: list[Node] = []
         node = self.parent
         while node is not None and node.parent is not None:
             before.append(node)
@@ -49,27 +50,27 @@ class Node(Generic[KV]):
         return before[::-1]
 
 
-class PrefixTree(Generic[KV]):
+class PrefixTree:
     """Consumes token ids and what is stored for them, produces the longest stored prefix."""
 
     def __init__(self, most_tokens: int) -> None:
         self.tokens = 0  # tokens that something is stored for
         self._most_tokens = most_tokens
-        self._root: Node[KV] = Node(np.zeros(0, np.int32), 0, None)
+        self._root: Node = Node(np.zeros(0, np.int32), 0, None)
         # From the least recently used node on. A node is used after its descendants, so the first has none.
-        self._by_use: dict[Node[KV], None] = {}
+        self._by_use: dict[Node, None] = {}
 
     def known(self, ids: np.ndarray) -> int:
         """The number of leading ids that something is stored for."""
         return sum(count for _, count in self._walk(ids))
 
-    def read(self, ids: np.ndarray) -> list[tuple[KV, int]]:
+    def read(self, ids: np.ndarray) -> list[tuple[StoredKV, int]]:
         """What is stored for the leading ids: (of a node, how many of its tokens), from the first."""
         found = list(self._walk(ids))
         self._use([node for node, _ in found])
         return [(node.kv, count) for node, count in found if node.kv is not None]
 
-    def path(self, ids: np.ndarray) -> list[Node[KV]]:
+    def path(self, ids: np.ndarray) -> list[Node]:
         """The nodes whose tokens together are `ids`; those without `kv` wait for `store`."""
         path, node, first = [], self._root, 0
         while first < len(ids):
@@ -86,16 +87,15 @@ class PrefixTree(Generic[KV]):
         self._use(path)
         return path
 
-    def store(self, node: Node[KV], kv: KV) -> None:
+    def store(self, node: Node, kv: StoredKV) -> None:
         """Keep what was computed for a node."""
         assert node.kv is None
         node.kv = kv
         self.tokens += len(node.ids)
 
-    def trim(self, most_tokens: int | None = None) -> None:
-        """Forget the least recently used nodes until at most so many tokens are stored."""
-        limit = self._most_tokens if most_tokens is None else most_tokens
-        while self.tokens > limit:
+    def trim(self) -> None:
+        """Forget the least recently used nodes until no more tokens are stored than may be."""
+        while self.tokens > self._most_tokens:
             node = next(iter(self._by_use))
             assert node.parent is not None
             assert not node.children, "a node is used after its children"
@@ -108,7 +108,7 @@ class PrefixTree(Generic[KV]):
         self._by_use.clear()
         self.tokens = 0
 
-    def _walk(self, ids: np.ndarray) -> Iterator[tuple[Node[KV], int]]:
+    def _walk(self, ids: np.ndarray) -> Iterator[tuple[Node, int]]:
         """Stored nodes along `ids`, each with the number of its tokens that are equal."""
         node, first = self._root, 0
         while first < len(ids):
@@ -121,7 +121,7 @@ class PrefixTree(Generic[KV]):
                 return
             node, first = child, child.end
 
-    def _split(self, node: Node[KV], at: int) -> Node[KV]:
+    def _split(self, node: Node, at: int) -> Node:
         """Cut a node in two; return the first part, the parent of the rest."""
         assert node.parent is not None
         upper = Node(node.ids[:at], node.start, node.parent)
@@ -132,7 +132,7 @@ class PrefixTree(Generic[KV]):
         upper.children[int(node.ids[0])] = node
         return upper
 
-    def _use(self, path: list[Node[KV]]) -> None:
+    def _use(self, path: list[Node]) -> None:
         for node in reversed(path):
             self._by_use.pop(node, None)
             self._by_use[node] = None

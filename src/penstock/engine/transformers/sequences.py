@@ -109,28 +109,6 @@ class Sequence:
         return self.generation(np.zeros(0, np.int32), np.zeros(0, np.float32), "error", error)
 
 
-@dataclass(slots=True, frozen=True)
-class Span:
-    """The rows of one sequence within a packed prefill."""
-
-    start: int
-    prompt_length: int
-    length: int  # prompt and partial response
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-
-def lay_out(sequences: list[Sequence], start: int) -> list[Span]:
-    """Place sequences one after another, from row `start` on."""
-    spans = []
-    for sequence in sequences:
-        spans.append(Span(start, len(sequence.request.prompt_ids), sequence.num_prefill_tokens))
-        start = spans[-1].end
-    return spans
-
-
 class SlotTable:
     """Columns indexed by slot. `num_new` counts a request's new tokens, `index` its whole response."""
 

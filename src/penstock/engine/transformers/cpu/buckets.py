@@ -14,20 +14,9 @@ import numpy as np
 import torch
 
 from penstock.engine.transformers.kv_attention import KVShape
+from penstock.engine.transformers.prefix_tree import StoredKV
 
 SMALLEST = 64  # tokens
-
-
-@dataclass(slots=True, frozen=True)
-class StoredKV:
-    """Keys and values of tokens that follow each other, [layers, tokens, kv heads, size]."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def __getitem__(self, tokens: slice) -> StoredKV:
-        """A copy: a view would keep the memory of all tokens."""
-        return StoredKV(self.keys[:, tokens].clone(), self.values[:, tokens].clone())
 
 
 @dataclass(slots=True)

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.engine.transformers.cpu.buckets import BucketedKV, StoredKV
+from penstock.engine.transformers.cpu.buckets import BucketedKV
 from penstock.engine.transformers.cpu.cpu_steps import DecodeRows, PrefillRows, RowsStep, round_up
 from penstock.engine.transformers.cpu.invariance import find_row_quantum, linear_sizes
 from penstock.engine.transformers.cpu.packed_linear import ModelLinears, choose_linear
-from penstock.engine.transformers.kv_attention import KVShape, StepCache, probe_shape, running
+from penstock.engine.transformers.kv_attention import KVShape, own_logits, probe_shape
 from penstock.engine.transformers.options import (
     TransformersOptions,
     longest_request,
@@ -70,9 +70,8 @@ class CpuRunner:
         self._kv = BucketedKV(shape)
         memory = _tokens_in_memory(shape, options)
         self.kv_tokens = max(self.longest, memory)
-        self._tree: PrefixTree[StoredKV] = PrefixTree(int(_KEPT_SHARE * memory))
+        self._tree: PrefixTree = PrefixTree(int(_KEPT_SHARE * memory))
         self._outdated: set[int] = set()  # slots with keys and values of earlier weights
-        self._cache = StepCache()
 
     def admit(self, sequence: Sequence) -> bool:
         if not self.table.free_slots:
@@ -146,9 +145,7 @@ class CpuRunner:
     def wake(self) -> None:
         """Do nothing: buckets grow again on demand."""
 
-    def _forward(
-        self, decode: DecodeRows, prefill: PrefillRows, ends: list[Node[StoredKV]]
-    ) -> torch.Tensor:
+    def _forward(self, decode: DecodeRows, prefill: PrefillRows, ends: list[Node]) -> torch.Tensor:
         """Logits of the decoded rows, then of the last token of each node in `ends`."""
         decoded = len(decode.slots_N)
         num_rows = prefill.spans[-1].end if prefill.spans else decoded
@@ -187,15 +184,7 @@ class CpuRunner:
                 self._ops, family, self._weights, step, ids_R, position_R, kept_K
             )
             return logits(family, self._weights, hidden_KD)
-        with running(step):
-            output = self.model(
-                input_ids=ids_R[None],
-                position_ids=position_R[None],
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=0 if kept_K is None else kept_K,
-            )
-        return output.logits[0]
+        return own_logits(self.model, step, ids_R, position_R, kept_K)
 
 
 def _tokens_in_memory(shape: KVShape, options: TransformersOptions) -> int:

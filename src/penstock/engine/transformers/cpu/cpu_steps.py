@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from penstock.engine.transformers.cpu.buckets import Bucket, BucketedKV, StoredKV
-from penstock.engine.transformers.prefix_tree import Node
+from penstock.engine.transformers.cpu.buckets import Bucket, BucketedKV
+from penstock.engine.transformers.prefix_tree import Node, StoredKV
 from penstock.model.attention import AttentionCall, plain_attention
 
 QUANTUM = 16  # attention lengths are multiples of it: a vector remainder would change a row's bits
@@ -54,7 +54,7 @@ class RowsStep:
 class Span:
     """The rows of one node of the prefix tree within a pass."""
 
-    node: Node[StoredKV]
+    node: Node
     start: int
 
     @property
@@ -125,7 +125,7 @@ class PrefillRows:
     A token sees its ancestors in the prefix tree, which are stored or computed in the same pass.
     """
 
-    def __init__(self, nodes: list[Node[StoredKV]], start: int) -> None:
+    def __init__(self, nodes: list[Node], start: int) -> None:
         # runs of one shape beside each other attend in one call, which costs more than a short run
         self.spans: list[Span] = []
         for node in sorted(nodes, key=lambda node: (node.start, len(node.ids))):
@@ -158,7 +158,7 @@ class PrefillRows:
                 visible_keys = keys[:, :, :visible], values[:, :, :visible]
                 attend_runs(query[:, part], *visible_keys, mask, call, target[:, part])
 
-    def finish(self) -> Iterator[tuple[Node[StoredKV], StoredKV]]:
+    def finish(self) -> Iterator[tuple[Node, StoredKV]]:
         """Each computed node with its keys and values."""
         if self.spans:
             first = self.spans[0].start
@@ -167,7 +167,7 @@ class PrefillRows:
                 yield span.node, computed[span.start - first : span.end - first]
 
     def _seen(
-        self, layer: int, node: Node[StoredKV], call: AttentionCall
+        self, layer: int, node: Node, call: AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a node behind those of its ancestors, [kv heads, padded length, size]."""
         padded = round_up(node.end, QUANTUM)

@@ -16,7 +16,6 @@ from penstock.engine.transformers.cuda.cuda_ops import CudaOps
 from penstock.engine.transformers.cuda.cuda_steps import DecodeStep, PrefillStep
 from penstock.engine.transformers.cuda.regions import KVPool
 from penstock.engine.transformers.kv_attention import KVShape
-from penstock.engine.transformers.sequences import Span
 from penstock.model.attention import Step
 from penstock.model.decoder import Tables, logits, rotations, run_layers
 from penstock.model.decoder_check import check_decoder
@@ -48,7 +47,7 @@ class CudaDecoder:
         """A prompt, and the same rows as decode steps: each sees those before it in the region."""
         pool = KVPool.allocate(self.shape, length, self._device)
         rows_T = np.arange(length)
-        yield PrefillStep(pool, [Span(0, length, length)], rows_T, rows_T)
+        yield PrefillStep(pool, np.array([length]), rows_T, rows_T)
         target_T = torch.arange(length, device=self._device)
         yield DecodeStep(pool, torch.zeros_like(target_T), target_T, target_T + 1)
 

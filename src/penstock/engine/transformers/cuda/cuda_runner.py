@@ -26,7 +26,7 @@ from penstock.engine.transformers.cuda.cuda_steps import (
     joined_ranges,
 )
 from penstock.engine.transformers.cuda.regions import KVPool, Regions
-from penstock.engine.transformers.kv_attention import StepCache, probe_shape, running
+from penstock.engine.transformers.kv_attention import own_logits, probe_shape
 from penstock.engine.transformers.options import (
     TransformersOptions,
     choose_sizes,
@@ -39,7 +39,6 @@ from penstock.engine.transformers.sequences import (
     Sequence,
     SlotTable,
     TextOf,
-    lay_out,
 )
 from penstock.model.arithmetic import any_order, has_experts
 from penstock.model.attention import Step
@@ -113,7 +112,6 @@ class CudaRunner:
         self._shape = (
             probe_shape(model, self._longest) if self._decoder is None else self._decoder.shape
         )
-        self._cache = StepCache()
         self._slots, self._tokens = self._choose_sizes()
         self.table = SlotTable(self._slots, end_ids(model))
         self._serial = np.zeros(self._slots, np.int64)
@@ -299,13 +297,13 @@ class CudaRunner:
         limit = self._options.prefill_limit
         if len(groups) == 1 and groups[0][0].num_prefill_tokens > limit:
             return self._prefill_in_chunks(groups[0], limit)
-        spans = lay_out([group[0] for group in groups], 0)
-        starts, lengths = np.array([[span.start, span.length] for span in spans]).T
+        lengths = np.array([group[0].num_prefill_tokens for group in groups])
+        starts = np.cumsum(lengths) - lengths
         members = [len(group) for group in groups]
         regions = np.array([self._region[member.slot][0] for group in groups for member in group])
         stored = np.repeat(lengths, members)
         source = joined_ranges(np.repeat(starts, members), stored)
-        step = PrefillStep(self._pool, spans, source, joined_ranges(regions, stored))
+        step = PrefillStep(self._pool, lengths, source, joined_ranges(regions, stored))
         ids = np.concatenate([group[0].token_ids for group in groups]).astype(np.int64)
         positions = joined_ranges(np.zeros_like(starts), lengths)
         rows = [self._on_device(array) for array in (ids, positions, starts + lengths - 1)]
@@ -410,14 +408,7 @@ class CudaRunner:
         """The logits of the kept rows; None: of all."""
         if self._decoder is not None:
             return self._decoder.logits(step, ids_R, position_R, kept_K)
-        with running(step):
-            return self.model(
-                input_ids=ids_R[None],
-                position_ids=position_R[None],
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=0 if kept_K is None else kept_K,
-            ).logits[0]
+        return own_logits(self.model, step, ids_R, position_R, kept_K)
 
     def _capture_all(self) -> None:
         """Capture graphs for every batch size, largest first, so that smaller ones reuse its memory."""

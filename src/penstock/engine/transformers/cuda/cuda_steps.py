@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from penstock.engine.transformers.cuda.regions import KVPool
-from penstock.engine.transformers.sequences import Span
 from penstock.model.attention import (
     AttentionCall,
     can_use_flash,
@@ -62,9 +61,9 @@ class PrefillStep:
     """Packed prompts; each row of keys and values is stored in one region or several."""
 
     def __init__(
-        self, pool: KVPool, spans: list[Span], source: np.ndarray, target: np.ndarray
+        self, pool: KVPool, lengths: np.ndarray, source: np.ndarray, target: np.ndarray
     ) -> None:
-        self._pool, self._lengths = pool, np.array([span.length for span in spans])
+        self._pool, self._lengths = pool, lengths
         self._longest = int(self._lengths.max())
         self._source = to_device(source, pool.keys.device)
         self._target = to_device(target, pool.keys.device)
