@@ -17,8 +17,8 @@ from penstock.training.consumer import Consumer
 from penstock.training.model_check import check_model, lay_out
 from penstock.training.parallel.ranks import Ranks, rank_share
 from penstock.training.policy import Policy, load_for_ranks, load_policy
-from penstock.training.ptx import TextStream, text_group
-from penstock.types import StepReport
+from penstock.training.ptx import text_group
+from penstock.types import Group, StepReport
 from penstock.weights.offload import HostOffload
 from stages.decoder_cases import make_decoder
 from stages.training_data import config_of, random_batch, tiny_model, tricky_batch
@@ -41,11 +41,11 @@ def layout_of(ranks: Ranks) -> str:
     return "-".join([str(ranks.world), *(f"{name}{size}" for name, size in axes.items())])
 
 
-def texts() -> TextStream:
+def texts() -> list[Group]:
     import numpy as np
 
     generator = np.random.default_rng(1)
-    return TextStream([text_group(generator.integers(1, 23, n)) for n in (5, 7, 4)])
+    return [text_group(generator.integers(1, 23, n)) for n in (5, 7, 4)]
 
 
 def make(job: str, ranks: Ranks) -> Consumer:
@@ -66,7 +66,7 @@ def make(job: str, ranks: Ranks) -> Consumer:
         model,
         total_steps=10,
         reference=reference,
-        texts=texts() if job == "plain" else None,
+        texts=texts() if job == "plain" else (),
         ranks=ranks,
     )
 

@@ -30,7 +30,7 @@ from penstock.training.algo import ALGORITHMS
 from penstock.training.algo.method import check_algorithm, run_settings
 from penstock.training.consumer import Consumer
 from penstock.training.parallel.ranks import Ranks, rank_share
-from penstock.training.ptx import TextStream, text_group
+from penstock.training.ptx import text_group
 from penstock.types import (
     Batch,
     Group,
@@ -210,11 +210,11 @@ def consumer_of(draw: Draw, ranks: Ranks | None = None) -> Consumer:
         with torch.no_grad():
             for parameter in teacher.parameters():
                 parameter += 0.1 * torch.randn_like(parameter)
-    texts = None
+    texts = []
     if config.train.ptx.coefficient:
         generator = np.random.default_rng(1)
         ids = [generator.integers(3, VOCABULARY, n).astype(np.int32) for n in (5, 7, 4)]
-        texts = TextStream([text_group(part) for part in ids])
+        texts = [text_group(part) for part in ids]
     return Consumer(
         config,
         _model(draw),
@@ -229,8 +229,6 @@ def consumer_of(draw: Draw, ranks: Ranks | None = None) -> Consumer:
 def gradients_of(consumer: Consumer, batch: Batch) -> tuple[Updates, dict[str, float]]:
     """The gradient of each update on the batch, none of which is applied, and the metrics."""
     taken = Gradients(consumer)
-    if consumer.texts is not None:
-        consumer.texts.cursor = 0
     metrics = consumer.train(batch).metrics
     return taken.updates, metrics
 

@@ -1,4 +1,4 @@
-"""The text stream: its tokens, its weight in the loss, its cursor."""
+"""The texts of PTX: their tokens, their weight in the loss, and which of them an update learns."""
 
 import json
 
@@ -13,7 +13,7 @@ from penstock.config import PtxConfig
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import UserError
 from penstock.training.parallel.ranks import Ranks
-from penstock.training.ptx import TextStream, read_texts, text_group
+from penstock.training.ptx import read_texts, text_group, texts_of_update
 from penstock.types import Group
 from stages.training_data import (
     config_of,
@@ -54,31 +54,43 @@ def test_the_loss_is_a_mix_of_policy_loss_and_cross_entropy() -> None:
     policy = gradient_of(config_of(), batch, model=exact_model())
     expected = {n: 0.75 * policy[n] + 0.25 * p.grad for n, p in model.named_parameters()}
     for tokens in (1, 10_000):
-        config, stream = ptx(0.25, micro_batch_tokens=tokens), TextStream(texts)
-        got = gradient_of(config, batch, model=exact_model(), texts=stream)
+        config = ptx(0.25, micro_batch_tokens=tokens)
+        got = gradient_of(config, batch, model=exact_model(), texts=texts)
         assert relative_gap(got, expected) < 1e-12
 
 
-def test_the_stream_goes_round_and_resumes(tmp_path) -> None:
-    consumer = consumer_of(ptx(0.5), texts=TextStream(some_texts()))
+def test_the_texts_go_round_and_a_resumed_run_continues(tmp_path) -> None:
+    consumer = consumer_of(ptx(0.5), texts=some_texts())
     first = consumer.train(random_batch(1)).metrics["ptx/loss"]
     assert first > 0
-    assert consumer.texts.cursor == 3
     consumer.snapshot(tmp_path)()
-    expected = consumer.train(random_batch(2)).digest
-    assert consumer.texts.cursor == 6
-    resumed = consumer_of(ptx(0.5), texts=TextStream(some_texts()))
+    expected = consumer.train(random_batch(2))
+    assert expected.metrics["ptx/loss"] != first
+    resumed = consumer_of(ptx(0.5), texts=some_texts())
     resumed.load(tmp_path)
-    assert resumed.train(random_batch(2)).digest == expected
+    assert resumed.train(random_batch(2)).digest == expected.digest
+
+
+def test_each_update_learns_the_next_texts() -> None:
+    """Three texts an update, and two updates a step; the loss of a step is the mean of its updates'."""
+    texts = some_texts()
+
+    def loss(chosen: list[Group], step: int, num_epochs: int) -> float:
+        config = ptx(1.0, num_epochs=num_epochs, lr=1e-9)
+        return consumer_of(config, texts=chosen).train(random_batch(step)).metrics["ptx/loss"]
+
+    alone = [loss(texts_of_update(texts, update, 3, Ranks()), 1, 1) for update in (2, 3)]
+    assert alone[0] != pytest.approx(alone[1])
+    assert loss(texts, 2, 2) == pytest.approx(np.mean(alone), rel=1e-6)
 
 
 def test_ranks_share_the_texts_of_an_update() -> None:
-    stream = TextStream(some_texts())
-    whole = stream.peek(4, 3, Ranks())
-    assert [ids_of(text).tolist() for text in whole] == [
-        ids_of(some_texts()[number]).tolist() for number in (4, 0, 1)
-    ]
-    shares = [stream.peek(4, 3, Ranks(rank, 2)) for rank in range(2)]
+    texts = some_texts()
+    whole = texts_of_update(texts, 1, 3, Ranks())
+    assert [text is texts[number] for text, number in zip(whole, (3, 4, 0), strict=True)] == [
+        True
+    ] * 3
+    shares = [texts_of_update(texts, 1, 3, Ranks(rank, 2)) for rank in range(2)]
     assert [text for pair in zip(*shares, strict=False) for text in pair] == whole[:2]
     assert shares[0][1] is whole[2]
 

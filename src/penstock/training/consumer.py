@@ -61,7 +61,7 @@ from penstock.training.policy import (
     load_for_ranks,
     trainer_device,
 )
-from penstock.training.ptx import TextStream
+from penstock.training.ptx import read_texts, texts_of_update
 from penstock.training.scorers import load_scorers, with_hints
 from penstock.training.snapshot import (
     load_snapshot,
@@ -107,7 +107,7 @@ class Consumer(Learner):
         total_steps: int,
         reference: Any | None = None,
         teachers: Mapping[str, Any] | None = None,
-        texts: TextStream | None = None,
+        texts: Sequence[Group] = (),
         ranks: Ranks | None = None,
         stored: StoredWeights | None = None,
     ) -> None:
@@ -166,7 +166,7 @@ class Consumer(Learner):
 
     @classmethod
     def from_config(cls, config: Config, *, total_steps: int) -> Consumer:
-        """Load the model, and the adapters, reference and text stream that the config asks for."""
+        """Load the model, and the adapters, reference and texts that the config asks for."""
         torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.seed)
         device = trainer_device(config.model)
@@ -178,13 +178,16 @@ class Consumer(Learner):
         if config.model.lora.rank:
             add_adapters(model, config.model.lora)
         reference, teachers = load_scorers(config, dtype)
+        texts = list[Group]()
+        if config.train.ptx.coefficient:
+            texts = read_texts(config.train.ptx, ChatTemplate.from_config(config.model))
         return cls(
             config,
             model,
             total_steps=total_steps,
             reference=reference,
             teachers=teachers,
-            texts=TextStream.from_config(config),
+            texts=texts,
             ranks=ranks,
             stored=stored,
         )
@@ -216,9 +219,6 @@ class Consumer(Learner):
         self.policy_version += 1
         for average in self.averages.values():
             average.follow(self.step)
-        if self.texts is not None:
-            per_update = self.config.train.ptx.sequences_per_step
-            self.texts.cursor += len(trained.texts) * per_update
         updated = time.perf_counter()
         digest, fingerprints = self.digest(), hashing.result()
         ended = time.perf_counter()
@@ -322,8 +322,9 @@ class Consumer(Learner):
         updates = self._updates(batch)
         current = self._prepare(batch, num_updates=len(updates))
         for number, group_numbers in enumerate(updates):
-            if self.texts is not None:
-                current.texts.append(self._text_part(self.texts, number, batch.step))
+            if self.texts:
+                earlier = (batch.step - 1) * len(updates)
+                current.texts.append(self._text_part(earlier + number, batch.step))
             parts = [*current.parts, *current.texts[number:]]
             for learner in self._learners:
                 learner.policy.begin_update()
@@ -394,10 +395,10 @@ class Consumer(Learner):
         part.set_advantages(self._advantages(groups, part))
         return part
 
-    def _text_part(self, stream: TextStream, update: int, step: int) -> LossPart:
-        """The texts of one update: demonstrations, which weigh `train.ptx.coefficient`."""
+    def _text_part(self, update: int, step: int) -> LossPart:
+        """The texts of one update of the run: demonstrations, which weigh `train.ptx.coefficient`."""
         ptx, sft = self.config.train.ptx, SFT(SFT.defaults)
-        texts = stream.peek(update * ptx.sequences_per_step, ptx.sequences_per_step, self.ranks)
+        texts = texts_of_update(self.texts, update, ptx.sequences_per_step, self.ranks)
         part = LossPart.of(texts, range(len(texts)), step, sft, self.policy, self._exact_dtype)
         part.weight, part.is_text = ptx.coefficient, True
         part.set_advantages(np.ones(part.flat.num_tokens))

@@ -39,7 +39,6 @@ from penstock.training.optimizer import LossScale, Masters
 from penstock.training.parallel.ranks import Ranks
 from penstock.training.parallel.sharding import Part, Sharding
 from penstock.training.policy import Policy
-from penstock.training.ptx import TextStream
 from penstock.training.value import Critic
 from penstock.weights.offload import HostOffload
 
@@ -63,7 +62,6 @@ class TrainerState(Protocol):
     optimizer: torch.optim.Optimizer
     loss_scale: LossScale
     host_offload: HostOffload
-    texts: TextStream | None
     controllers: dict[str, Controller]
     averages: dict[str, Average]
     critic: Critic | None
@@ -95,7 +93,6 @@ def take_snapshot(consumer: TrainerState, folder: Path) -> Callable[[], None]:
         "policy_version": consumer.policy_version,
         "bad_updates_in_a_row": consumer.bad_updates_in_a_row,
         "loss_scale": consumer.loss_scale.state_dict(),
-        "ptx_cursor": consumer.texts.cursor if consumer.texts is not None else 0,
         "controllers": {task: known.state_dict() for task, known in consumer.controllers.items()},
         "critic": None if consumer.critic is None else consumer.critic.loss_scale.state_dict(),
     }
@@ -153,8 +150,6 @@ def load_snapshot(consumer: TrainerState, folder: Path) -> None:
     consumer.step = content["step"]
     consumer.policy_version = content["policy_version"]
     consumer.bad_updates_in_a_row = content["bad_updates_in_a_row"]
-    if consumer.texts is not None:
-        consumer.texts.cursor = content["ptx_cursor"]
     for task in consumer.controllers.keys() & content["controllers"].keys():
         consumer.controllers[task].load_state_dict(content["controllers"][task])
     set_random_state(consumer, shards[ranks.rank if ranks.world == world else 0]["random"])
