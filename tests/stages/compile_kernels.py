@@ -76,7 +76,6 @@ def run_shape(model_type: str, dtype: torch.dtype) -> None:
     from penstock.engine.transformers.cuda.cuda_decoder import CudaDecoder
     from penstock.engine.transformers.cuda.cuda_steps import PrefillStep, next_rows, sample_rows
     from penstock.engine.transformers.cuda.regions import KVPool
-    from penstock.engine.transformers.sequences import Span
     from penstock.model.families import family_of
 
     fields = {"num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 4096}
@@ -96,7 +95,7 @@ def run_shape(model_type: str, dtype: torch.dtype) -> None:
         logits = decoder.decode(state, pool, slots)
         sample_rows(logits, *next_rows(logits, slots, state, 1))
     at = np.arange(ROWS)
-    step = PrefillStep(pool, [Span(0, ROWS, ROWS)], at, at)
+    step = PrefillStep(pool, np.array([ROWS]), at, at)
     position = torch.arange(ROWS, device="meta")
     decoder.logits(step, position, position, position[-1:])
 
