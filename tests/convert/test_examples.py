@@ -30,17 +30,26 @@ accelerate launch --config_file zero2.yaml --num_processes 2 train_grpo.py \\
 """
 VERL = """
 set -x
-train_files="['data.jsonl']"
+train_files=${TRAIN_FILES_OF_NOBODY:-"['data.jsonl']"}
+answer=8
+prompt=$((answer * (4 + 4)))
+rollout="
+    actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.n=2"
 python3 -m verl.trainer.main_ppo \\
     algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False \\
     data.train_files="$train_files" data.val_files="$train_files" data.train_batch_size=8 \\
-    data.max_prompt_length=64 data.max_response_length=8 data.filter_overlong_prompts=True \\
+    data.max_prompt_length=$prompt data.max_response_length=${answer} data.filter_overlong_prompts=True \\
     data.truncation='error' actor_rollout_ref.model.path=demo \\
     actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.actor.optim.lr=1e-6 \\
     actor_rollout_ref.actor.ppo_mini_batch_size=4 actor_rollout_ref.actor.use_kl_loss=True \\
     actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
     actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
-    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=2 actor_rollout_ref.rollout.top_p=0.9 \\
+    $rollout actor_rollout_ref.rollout.top_p=0.9 actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 \\
+    actor_rollout_ref.actor.fsdp_config.param_offload=False actor_rollout_ref.ref.fsdp_config.fsdp_size=-1 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 critic.optim.betas=[0.9,0.99] \\
+    reward_model.reward_kwargs.overlong_buffer_cfg.enable=True trainer.device=${DEVICE_OF_NOBODY} \\
+    reward_model.reward_kwargs.overlong_buffer_cfg.len=$((answer / 3)) \\
     custom_reward_function.path=reward.py trainer.logger='["console"]' trainer.n_gpus_per_node=8 \\
     trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15 $@
 """
@@ -153,6 +162,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(len(solution_str) % 2)
 """
 MACHINE = ["engine={name='transformers'}", "model.device=cpu", "launch={kind='inline'}"]
+MACHINE += ["train.parallel={}"]
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +192,8 @@ def test_a_converted_example_passes_the_check(system: str) -> None:
     file.write_text(EXAMPLES[system])
     done = CliRunner().invoke(cli.app, ["convert", system, str(file)])
     assert done.exit_code == 0, done.output
-    assert "not known to this conversion" not in Path(f"{system}.toml").read_text()
+    unknown = Path(f"{system}.toml").read_text().count("not known to this conversion")
+    assert unknown == (system == "verl")  # trainer.device
     done = CliRunner().invoke(cli.app, ["check", f"{system}.toml", "--trust", *MACHINE])
     assert done.exit_code == 0, (done.output, done.exception)
 
@@ -243,8 +254,42 @@ def test_openrlhf_overlaps_as_far_as_its_queue_is_long() -> None:
     assert (algorithm.name, algorithm.clip_low, algorithm.aggregation) == ("gspo", 0.2, "sequence")
 
 
+def test_the_engine_correction_of_openrlhf_belongs_to_its_loss() -> None:
+    words = "--advantage_estimator group_norm --algo.advantage.is_correction_enable "
+    command = f"python -m openrlhf.cli.train_ppo_ray {words}"
+    correction = converted("openrlhf", f"{command} --policy_loss_type gspo")[0].algorithm.correction
+    assert (correction.kind, correction.newest) == ("none", "engine")
+    kind = "--algo.advantage.is_correction_type seq-mask-tis"
+    config, text = converted("openrlhf", f"{command} {kind}")
+    assert config.algorithm.correction.kind == "token_truncate"
+    assert "is_correction_type = seq-mask-tis: it masks responses too" in text
+
+
 def of_verl(words: str) -> tuple[Config, str]:
     return converted("verl", f"python -m verl.trainer.main_ppo {words}")
+
+
+def test_what_the_shell_of_a_verl_script_computes() -> None:
+    config, text = converted("verl")
+    task = config.tasks["train"]
+    assert (task.data, task.max_prompt_tokens, config.sampling.max_tokens) == ("data.jsonl", 64, 8)
+    assert (config.algorithm.overlong_window, config.algorithm.overlong_penalty) == (2, 1.0)
+    launch = config.launch
+    assert (launch.colocate, launch.num_consumers, launch.num_producers) == (True, 8, 4)
+    assert config.train.parallel.context == 2
+    assert "trainer.device = ${DEVICE_OF_NOBODY}: not known" in text
+    doubled = "A=aaaaaaaaaa\n" + "A=$A$A\n" * 60  # takes neither memory nor time
+    assert converted("verl", f"{doubled}python -m verl.trainer.main_ppo data.seed=3")[0].seed == 3
+
+
+def test_engines_and_ranks_of_verl() -> None:
+    words = "trainer.n_gpus_per_node=8 actor_rollout_ref.rollout.name=sglang"
+    assert of_verl(words)[0].engine.name == "vllm"
+    actor = "actor_rollout_ref.actor.megatron"
+    words = "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size"
+    config, text = of_verl(" ".join(f"{actor}.{word}=2" for word in words.split()))
+    assert (config.train.parallel.copies, config.launch.num_consumers) == (4, 4)
+    assert "context_parallel_size = 2: not with pipeline ranks here" in text
 
 
 def test_the_clip_ratio_of_verl_is_that_of_its_two_bounds() -> None:

@@ -1,7 +1,7 @@
 """What each word of another system means here: the rows of `config/systems/SYSTEM.csv`.
 
 A row has a word, our key, the translation of the value, and a note that is written beside it. A row without
-a key has no counterpart; its note says why. A row without a word is a default of theirs that differs from
+a key has no counterpart; its note says why. A word may be a pattern (`critic.*`). A row without a word is a default of theirs that differs from
 ours and so must be written down. A translation is a name of `TRANSLATIONS`, or pairs such as
 `gae>grpo *>reinforce`: a value that is not listed becomes that of `*`, or stays. A word may have other
 spellings behind it (`model m`).
@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from penstock.config.foreign_words import SYSTEMS, rows
@@ -173,6 +174,14 @@ DEFAULTS = {  # key, value, note
     ]
     for system in SYSTEMS
 }
+
+
+def rule_of(system: str, word: str) -> Rule | None:
+    """The rule of a word, or of the pattern that it fits."""
+    if rule := WORDS[system].get(word):
+        return rule
+    patterns = (pattern for pattern in WORDS[system] if fnmatchcase(word, pattern))
+    return next((WORDS[system][pattern] for pattern in patterns), None)
 
 
 @dataclass(slots=True)

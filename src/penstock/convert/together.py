@@ -174,12 +174,17 @@ def _verl(conversion: Conversion) -> None:
     logger = str(conversion.take("trainer.logger", ""))
     if logger:
         conversion.put("track.trackers", trackers(logger), "trainer.logger")
+    overlong = "reward_model.reward_kwargs.overlong_buffer_cfg"
+    if conversion.take(f"{overlong}.enable", False):
+        _overlong(conversion, f"{overlong}.len", f"{overlong}.penalty_factor")
     nodes, each = conversion.take("trainer.nnodes", 1), conversion.take("trainer.n_gpus_per_node")
     if each is not None:
-        conversion.left.append(
-            f"trainer.nnodes = {nodes}, n_gpus_per_node = {each}: divide the GPUs between "
-            "launch.num_producers and launch.num_consumers, or set launch.colocate = true"
-        )
+        conversion.put("launch.colocate", True, "actor and rollout have the same GPUs")
+        _place(conversion, int(nodes) * int(each), int(nodes) * int(each))
+    parallel = "train.parallel"
+    if min(conversion.value(f"{parallel}.{axis}", 1) for axis in ("pipeline", "context")) > 1:
+        shared = conversion.settings.pop(f"{parallel}.context")[0]
+        conversion.left.append(f"context_parallel_size = {shared}: not with pipeline ranks here")
 
 
 def _verl_kl(conversion: Conversion, in_loss: bool) -> None:
@@ -236,18 +241,8 @@ def _openrlhf_loss(conversion: Conversion) -> None:
         conversion.put("algorithm.name", "gspo", "policy_loss_type = gspo")
         conversion.put("algorithm.aggregation", "sequence", "policy_loss_type = gspo")
         _bounds_of_tokens(conversion)
-    kind = str(conversion.take("algo.advantage.is_correction_type", "tis"))
-    bounds = str(conversion.take("vllm_is_truncated_threshold", "0.5 5.0")).split()
-    if conversion.take("enable_vllm_is_correction", False):
-        ours = "token_mask" if kind == "icepop" else "token_truncate"
-        _correct(conversion, ours, [float(bound) for bound in bounds], f"is_correction: {kind}")
-    window, penalty = (
-        conversion.take("overlong_buffer_len"),
-        conversion.take("overlong_penalty_factor", 1),
-    )
-    if window:
-        conversion.put("algorithm.overlong_window", int(window), "overlong_buffer_len")
-        conversion.put("algorithm.overlong_penalty", float(penalty), "overlong_penalty_factor")
+    _openrlhf_correction(conversion)
+    _overlong(conversion, "overlong_buffer_len", "overlong_penalty_factor")
     in_reward = conversion.value("algorithm.kl_in") == "reward"
     has_group = conversion.value("algorithm.name") != "ppo"
     if in_reward and has_group and conversion.value("algorithm.kl_beta"):
@@ -255,6 +250,21 @@ def _openrlhf_loss(conversion: Conversion) -> None:
             "KL in the reward: there each token pays it after the group is compared; here with a group baseline "
             "a rollout pays its whole KL before; algorithm.kl_beta = 0, or kl_in = 'loss', means the same in both"
         )
+
+
+def _openrlhf_correction(conversion: Conversion) -> None:
+    kind = str(conversion.take("algo.advantage.is_correction_type", "tis"))
+    bounds = str(conversion.take("vllm_is_truncated_threshold", "0.5 5.0")).split()
+    if not conversion.take("enable_vllm_is_correction", False):
+        return
+    if conversion.value("algorithm.name") == "gspo":
+        said = "is_correction with gspo: the ratio is to the engine's log-probs, without a weight"
+        conversion.put("algorithm.correction.newest", "engine", said)
+        return
+    ours = "token_mask" if kind == "icepop" else "token_truncate"
+    _correct(conversion, ours, [float(bound) for bound in bounds], f"is_correction: {kind}")
+    if kind not in ("tis", "icepop"):
+        conversion.left.append(f"is_correction_type = {kind}: it masks responses too; as tis here")
 
 
 def _colossalai(conversion: Conversion) -> None:
@@ -356,16 +366,10 @@ def _xtuner(conversion: Conversion) -> None:
     _warm_up(conversion, conversion.take("LRConfig.warmup_ratio", 0.03))
     _xtuner_correction(conversion, f"{loss}rollout_is.rollout_is_")
     _rloo_of_tokens(conversion)
-    shards = int(conversion.value("engine.options.tensor_parallel_size", 1))
     whole = conversion.take(f"{trainer}resources.num_workers")
     ranks = conversion.take(f"{trainer}train_resources.num_workers", whole)
     devices = conversion.take(f"{trainer}rollout_resources.num_workers", whole)
-    for key, count, each in (
-        ("launch.num_consumers", ranks, 1),
-        ("launch.num_producers", devices, shards),
-    ):
-        if isinstance(count, int):
-            conversion.put(key, max(1, count // each), f"{count} accelerators")
+    _place(conversion, ranks, devices)
     if int(conversion.value(f"{TASK}.agent_actors", 0)):
         conversion.put("launch.kind", "ray", "agent_actors need it")
     if "eval:DatasetConfig.anno_path" in conversion.words:
@@ -397,6 +401,23 @@ TOGETHER: dict[str, Callable[[Conversion], None]] = {
     "colossalai": _colossalai,
     "xtuner": _xtuner,
 }
+
+
+def _place(conversion: Conversion, ranks: Any, devices: Any) -> None:
+    """Write how many ranks train, and how many engines fit on the devices for rollouts."""
+    shards = int(conversion.value("engine.options.tensor_parallel_size", 1))
+    counts = {"launch.num_consumers": (ranks, 1), "launch.num_producers": (devices, shards)}
+    for key, (count, each) in counts.items():
+        if isinstance(count, int):
+            conversion.put(key, max(1, count // each), f"{count} accelerators")
+
+
+def _overlong(conversion: Conversion, window: str, factor: str) -> None:
+    """Write the penalty that grows along the last tokens of the longest response."""
+    length, penalty = conversion.take(window), conversion.take(factor, 1)
+    if length:
+        conversion.put("algorithm.overlong_window", int(length), window)
+        conversion.put("algorithm.overlong_penalty", float(penalty), factor)
 
 
 def _rloo_of_tokens(conversion: Conversion) -> None:

@@ -24,8 +24,10 @@ from penstock.config.changes import flat
 from penstock.errors import UserError
 
 _ASSIGNED = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
+_LONGEST = 10_000  # characters of a variable: a text that doubles itself must end
 _OF_COMMAND = re.compile(r"^\s*(?:export\s+)?[A-Za-z_]\w*=[\"']?\$\(")  # NAME=$(...)
-_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?-([^${}]*))?\})")  # ${NAME:-DEFAULT}
+_SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")  # $((NAME * 2))
 
 
 def read_words(path: Path) -> dict[str, Any]:
@@ -66,29 +68,59 @@ def _of_tree(text: str, path: Path) -> dict[str, Any]:
 
 
 def _of_command(text: str) -> dict[str, Any]:
-    lines = re.sub(r"\\\s*\n", " ", text).splitlines()
     variables = {"HOME": str(Path.home())}
     words: dict[str, Any] = {}
-    for line in lines:
-        if _OF_COMMAND.match(line):
+    unread = ""
+    for line in re.sub(r"\\\s*\n", " ", text).splitlines():
+        unread += _SUM.sub(lambda match: _summed(match, variables), line) + "\n"
+        if _OF_COMMAND.match(unread):
+            unread = ""
             continue
         try:
-            tokens = shlex.split(line, comments=True)
-        except ValueError as error:
-            raise UserError(
-                f"convert: cannot read the line {line.strip()[:80]!r}: {error}"
-            ) from None
+            tokens = shlex.split(unread, comments=True)
+        except ValueError:  # a text that goes on in the next line
+            continue
+        unread = ""
         if tokens and all(_ASSIGNED.match(token) for token in tokens if token != "export"):
             for token in tokens:
                 if match := _ASSIGNED.match(token):
                     variables[match[1]] = _filled(match[2], variables)
             continue
-        words |= _of_tokens([_filled(token, variables) for token in tokens])
+        words |= _of_tokens([part for token in tokens for part in _parts(token, variables)])
+    if unread:
+        first = unread.strip().splitlines()[0]
+        raise UserError(f"convert: cannot read the line {first[:80]!r}: No closing quotation")
     return words
 
 
-def _filled(token: str, variables: dict[str, str]) -> str:
-    return _VARIABLE.sub(lambda match: variables.get(match[1], match[0]), token)
+def _parts(token: str, variables: dict[str, str]) -> list[str]:
+    """A token with its variables filled in; one that is a variable alone may stand for several."""
+    filled = _filled(token, variables)
+    return filled.split() if filled != token and _VARIABLE.fullmatch(token) else [filled]
+
+
+def _filled(text: str, variables: dict[str, str]) -> str:
+    """The text with the values of its variables, and the defaults of those that are not known."""
+
+    def value(match: re.Match[str]) -> str:
+        default = match[0] if match[3] is None else match[3]
+        known = variables.get(match[1] or match[2], default)
+        return known if len(known) < _LONGEST else match[0]
+
+    for _ in range(3):  # a default may have variables with defaults
+        text = _VARIABLE.sub(value, text)
+    return text
+
+
+def _summed(match: re.Match[str], variables: dict[str, str]) -> str:
+    """The whole number that the shell computes; the text itself if a name in it has no number."""
+    numbers = {name: int(text) for name, text in variables.items() if text.isdecimal()}
+    try:
+        tree = ast.parse(_filled(match[1], variables).strip(), mode="eval")
+    except SyntaxError:
+        return match[0].replace(" ", "")
+    value = _value(tree.body, numbers)
+    return str(int(value)) if isinstance(value, int | float) else match[0].replace(" ", "")
 
 
 def _of_tokens(tokens: list[str]) -> dict[str, Any]:
@@ -126,7 +158,7 @@ def _settings(tokens: list[str]) -> dict[str, Any]:
                 words[flag], flag = Unread(token), ""
             continue
         if (is_flag and equals) or is_dotted or (equals and not flag):
-            words[_plain(name)], flag = value, ""
+            words[_plain(name)], flag = Unread(value) if "$" in value else value, ""
         elif is_flag:
             flag = _plain(token)
             words[flag] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from penstock.convert.tables import (
     Conversion,
     Rule,
     read,
+    rule_of,
     task_name,
 )
 from penstock.convert.together import TOGETHER
@@ -49,7 +51,7 @@ def convert(system: str, path: Path, out: Path | None = None) -> str:
     for key, value, note in DEFAULTS[system]:
         conversion.put(key, value, note)
     for word, value in conversion.words.items():
-        _translate(conversion, word, value, WORDS[system].get(word))
+        _translate(conversion, word, value, rule_of(system, word))
     try:
         TOGETHER[system](conversion)
     except (TypeError, ValueError, ZeroDivisionError) as error:
@@ -166,6 +168,10 @@ def _complete(conversion: Conversion) -> None:
             if f"{TASK}.{name}" in conversion.settings:
                 shared = conversion.settings[f"{TASK}.{name}"][0]
                 conversion.settings.setdefault(key.removesuffix("data") + name, (shared, ""))
+    axes = ("tensor", "pipeline", "context")
+    ranks = math.prod(int(conversion.value(f"train.parallel.{axis}", 1)) for axis in axes)
+    if int(conversion.value("launch.num_consumers", 1)) < ranks:
+        conversion.put("launch.num_consumers", ranks, "SAY HERE how many GPUs train")
     if "engine.name" not in conversion.settings and any(
         key.startswith("engine.options.") for key in conversion.settings
     ):
