@@ -312,6 +312,14 @@ def test_the_weight_of_the_kl_term_of_verl_is_that_of_its_place() -> None:
     assert of_verl(both)[0].algorithm.kl_beta == 0
 
 
+def test_an_entropy_bonus_stays_one() -> None:
+    word = "actor_rollout_ref.actor.entropy_coeff"
+    assert of_verl(f"{word}=0.01")[0].algorithm.entropy_beta == 0.01
+    assert of_verl(f"{word}=0")[0].algorithm.entropy_beta is None
+    command = "python -m openrlhf.cli.train_ppo_ray --actor.entropy_coef 0.02"
+    assert converted("openrlhf", command)[0].algorithm.entropy_beta == 0.02
+
+
 def test_schedule_and_losses_of_verl() -> None:
     optimizer, actor = "actor_rollout_ref.actor.optim", "actor_rollout_ref.actor"
     words = f"{optimizer}.lr_scheduler_type=cosine {optimizer}.lr_warmup_steps_ratio=0.1"

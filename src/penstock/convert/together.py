@@ -58,6 +58,7 @@ _TRL_AGGREGATIONS = {
     "dapo": "token",
     "dr_grpo": "constant",
     "cispo": "token",
+    "sapo": "sequence",
 }
 _TRL_SCALES = {True: "group", "group": "group", "batch": "batch_rewards", False: "none"}
 
@@ -74,10 +75,10 @@ def _trl_loss(conversion: Conversion) -> None:
     if loss == "bnpo":
         said += "; the mean is over an update, not over each micro-batch"
     conversion.put("algorithm.aggregation", _TRL_AGGREGATIONS[loss], said)
-    if loss == "cispo":
-        conversion.put("algorithm.name", "cispo", said)
+    if loss in ("cispo", "sapo"):
+        conversion.put("algorithm.name", loss, said)
         if level == "sequence":
-            conversion.left.append("importance_sampling_level = sequence: cispo weighs tokens here")
+            conversion.left.append(f"importance_sampling_level = sequence: {loss} weighs tokens here")
     elif level == "sequence":
         conversion.put("algorithm.name", "gspo", "importance_sampling_level = sequence")
     _trl_bounds(conversion, conversion.value("algorithm.name", "grpo"))
@@ -96,6 +97,8 @@ def _trl_bounds(conversion: Conversion, name: str) -> None:
     low = float(conversion.take("epsilon", 0.2))
     high = conversion.take("epsilon_high")
     high = low if high is None else float(high)
+    if name == "sapo":
+        return
     if name != "cispo":
         conversion.put("algorithm.clip_low", low, "epsilon")
         conversion.put("algorithm.clip_high", high, "epsilon_high, or epsilon")
@@ -144,9 +147,11 @@ def _verl(conversion: Conversion) -> None:
         conversion.put("train.mini_batches", prompts // int(mini), f"ppo_mini_batch_size = {mini}")
     _verl_kl(conversion, bool(conversion.take(f"{actor}.use_kl_loss", False)))
     loss = str(conversion.take(f"{actor}.policy_loss.loss_mode", "vanilla"))
-    if loss in ("gspo", "cispo"):
-        conversion.put("algorithm.name", loss, f"loss_mode = {loss}")
+    if loss in _VERL_LOSSES:
+        conversion.put("algorithm.name", _VERL_LOSSES[loss], f"loss_mode = {loss}")
         _bounds_of_tokens(conversion)
+        if loss != "cispo":  # whatever loss_agg_mode says
+            conversion.put("algorithm.aggregation", "sequence", f"loss_mode = {loss}")
     elif loss != "vanilla":
         conversion.left.append(f"policy_loss.loss_mode = {loss}: write your own algorithm")
     _rloo_of_tokens(conversion)
@@ -185,6 +190,9 @@ def _verl(conversion: Conversion) -> None:
     if min(conversion.value(f"{parallel}.{axis}", 1) for axis in ("pipeline", "context")) > 1:
         shared = conversion.settings.pop(f"{parallel}.context")[0]
         conversion.left.append(f"context_parallel_size = {shared}: not with pipeline ranks here")
+
+
+_VERL_LOSSES = {"gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo"}
 
 
 def _verl_kl(conversion: Conversion, in_loss: bool) -> None:
@@ -441,9 +449,11 @@ def _value_model(conversion: Conversion, rate: float) -> None:
 
 
 def _bounds_of_tokens(conversion: Conversion) -> None:
-    """Bound the ratio by 0.2 unless the words say otherwise: here gspo and cispo have bounds of their own."""
+    """Bound the ratio by 0.2 unless the words say otherwise: these methods have other bounds here, sapo has none."""
     for bound in ("algorithm.clip_low", "algorithm.clip_high"):
         conversion.settings.setdefault(bound, (0.2, "its default"))
+        if conversion.value("algorithm.name") == "sapo":
+            conversion.settings.pop(bound)
 
 
 def _weigh(conversion: Conversion, weights: Any) -> None:
