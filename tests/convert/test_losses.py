@@ -48,7 +48,8 @@ CASES: dict[str, tuple[str, str, str, float, float, float, str]] = {
     ),
     **{
         f"verl {mode}": (
-            VERL + f"algorithm.adv_estimator=grpo actor_rollout_ref.actor.policy_loss.loss_mode={mode}",
+            VERL
+            + f"algorithm.adv_estimator=grpo actor_rollout_ref.actor.policy_loss.loss_mode={mode}",
             *("grpo", mean, 0.2, 0, 0.0, "trainer"),
         )
         for mode, mean in {

@@ -37,7 +37,13 @@ LOSSES: dict[str, dict[str, Any]] = {
     "sequence": {"importance_sampling_level": "sequence", "epsilon": 0.01, "loss_type": "grpo"},
 }
 SCALES = ("group", "batch", "none")
-QUICK = [("sapo", "group"), ("dapo", "batch"), ("grpo", "none"), ("cispo", "group"), ("dr_grpo", "group")]
+QUICK = [
+    ("sapo", "group"),
+    ("dapo", "batch"),
+    ("grpo", "none"),
+    ("cispo", "group"),
+    ("dr_grpo", "group"),
+]
 CASES = [
     pytest.param(loss, scale, marks=[] if (loss, scale) in QUICK else [pytest.mark.slow])
     for loss in LOSSES
@@ -144,7 +150,10 @@ def test_the_weight_against_vllm_is_that_of_trl(options, correction, tmp_path) -
 @pytest.mark.parametrize(
     ("options", "left"),
     [
-        ({"loss_type": "luspo"}, "loss_type = luspo: none of grpo, bnpo, dapo, dr_grpo, cispo, sapo"),
+        (
+            {"loss_type": "luspo"},
+            "loss_type = luspo: none of grpo, bnpo, dapo, dr_grpo, cispo, sapo",
+        ),
         ({"loss_type": "cispo"}, "epsilon_high = 0.2 with cispo"),
         ({"scale_rewards": "row"}, "scale_rewards = row"),
     ],

@@ -78,7 +78,9 @@ def _trl_loss(conversion: Conversion) -> None:
     if loss in ("cispo", "sapo"):
         conversion.put("algorithm.name", loss, said)
         if level == "sequence":
-            conversion.left.append(f"importance_sampling_level = sequence: {loss} weighs tokens here")
+            conversion.left.append(
+                f"importance_sampling_level = sequence: {loss} weighs tokens here"
+            )
     elif level == "sequence":
         conversion.put("algorithm.name", "gspo", "importance_sampling_level = sequence")
     _trl_bounds(conversion, conversion.value("algorithm.name", "grpo"))

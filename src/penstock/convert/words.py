@@ -26,7 +26,9 @@ from penstock.errors import UserError
 _ASSIGNED = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
 _LONGEST = 10_000  # characters of a variable: a text that doubles itself must end
 _OF_COMMAND = re.compile(r"^\s*(?:export\s+)?[A-Za-z_]\w*=[\"']?\$\(")  # NAME=$(...)
-_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?-([^${}]*))?\})")  # ${NAME:-DEFAULT}
+_VARIABLE = re.compile(
+    r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?-([^${}]*))?\})"
+)  # ${NAME:-DEFAULT}
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")  # $((NAME * 2))
 
 
