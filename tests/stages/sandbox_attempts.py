@@ -13,6 +13,16 @@ def call(number, *args):
     return libc.syscall(number, *args)
 """
 
+_MACHINE_CODE = """
+import mmap, struct
+def run(number, *args):
+    # push rbx; mov ebx, ecx, edx and eax; int 0x80; pop rbx; ret
+    loads = b''.join(bytes([code]) + struct.pack('<I', word) for code, word in zip(b'\\xbb\\xb9\\xba\\xb8', (*args, number)))
+    page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    page.write(b'\\x53' + loads + b'\\xcd\\x80\\x5b\\xc3')
+    return ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
+"""
+
 ATTEMPTS: dict[str, str] = {
     # network
     "tcp connect": "import socket\ns = socket.create_connection(('127.0.0.1', {port}), 1)\nprint('ESCAPED')",
@@ -39,6 +49,17 @@ ATTEMPTS: dict[str, str] = {
     + "pid = call({nr_clone}, 17, 0, 0, 0, 0)\nif pid >= 0: print('ESCAPED')",
     "clone3 by system call": _RAW
     + "args = ctypes.create_string_buffer(88)\nif call(435, args, 88) >= 0: print('ESCAPED')",
+    # the other tables of system calls that an x86_64 kernel has: of 32-bit code, and x32
+    "a system call of 32-bit code": _RAW
+    + _MACHINE_CODE
+    + "if os.uname().machine == 'x86_64' and run(359, 1, 1, 0) >= 0: print('ESCAPED')",
+    "a process by 32-bit code": _RAW
+    + _MACHINE_CODE
+    + "if os.uname().machine == 'x86_64' and run(2, 0, 0, 0) >= 0: print('ESCAPED', flush=True)",
+    "a system call by its x32 number": _RAW
+    + "if call(1 << 30 | {nr_socket}, 2, 1, 0) >= 0: print('ESCAPED')",
+    "an allowed call by its x32 number": _RAW
+    + "if call(1 << 30 | {nr_getpid}) >= 0: print('ESCAPED')",
     "double-fork daemon": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        print('ESCAPED', flush=True)\n        time.sleep(600)",
     "thread bomb": "import threading, time\nthreading.stack_size(65536)\nstarted = 0\ntry:\n    while started < 2000:\n        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n        started += 1\nexcept RuntimeError: pass\nif started >= 2000: print('ESCAPED')",
     # a better place for the processor
@@ -151,9 +172,11 @@ NUMBERS = {
     "x86_64": {
         "nr_socket": 41, "nr_clone": 56, "nr_ptrace": 101, "nr_vm_read": 310, "nr_init_module": 175,
         "nr_bpf": 321, "nr_perf": 298, "nr_keyctl": 250, "nr_userfaultfd": 323, "nr_sched_setattr": 314,
+        "nr_getpid": 39,
     },
     "aarch64": {
         "nr_socket": 198, "nr_clone": 220, "nr_ptrace": 117, "nr_vm_read": 270, "nr_init_module": 105,
         "nr_bpf": 280, "nr_perf": 241, "nr_keyctl": 219, "nr_userfaultfd": 282, "nr_sched_setattr": 274,
+        "nr_getpid": 172,
     },
 }  # fmt: skip

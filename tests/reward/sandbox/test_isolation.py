@@ -123,6 +123,7 @@ def test_what_is_not_named_is_not_allowed(number: int, arch: str) -> None:
     program = seccomp.build_filter(arch, 77)
     if number not in named:
         assert run_filter(program, audit, number) == denied(errno.EPERM)
+    assert run_filter(program, audit, number | 1 << 30) == denied(errno.EPERM)  # x32's number
     assert run_filter(program, 0x40000003, number) == KILL  # another architecture's numbers
 
 
