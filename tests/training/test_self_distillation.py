@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 
 from penstock.config import Config
 from penstock.data.chat import ChatTemplate
+from penstock.data.dataset import load_dataset
 from penstock.errors import UserError
 from penstock.training.algo.method import check_algorithm
 from penstock.training.consumer import Consumer
@@ -77,11 +80,29 @@ def test_the_teacher_reads_the_hint_and_scores_the_same_response() -> None:
     assert metrics["grad_norm"] > 0
 
 
-def test_a_hint_that_is_too_long_is_refused() -> None:
-    config = config_of(task={"max_prompt_tokens": 4})
+def records(folder: Path, *answers: str, role: str = "user") -> Config:
+    """The config of a task with a question for each answer; prompts have at most 12 tokens."""
+    path = folder / "data.jsonl"
+    messages = [{"role": role, "content": "1+2"}]
+    path.write_text(
+        "".join(json.dumps({"messages": messages, "answer": answer}) + "\n" for answer in answers)
+    )
+    return config_of(task={"data": str(path), "max_prompt_tokens": 12})
+
+
+def test_a_prompt_whose_hint_is_too_long_is_left_out_and_counted(tmp_path: Path) -> None:
+    config = records(tmp_path, "3", "3" * 20)
     chat = ChatTemplate.from_config(config.model)
-    with pytest.raises(UserError, match=r"allowed: at most tasks\.train\.max_prompt_tokens = 4"):
-        list(with_hints([sampled(chat)], config, chat))
+    dataset = load_dataset("train", config.tasks["train"], chat)
+    assert [prompt.gt_answer for prompt in dataset] == ["3"]
+    assert (dataset.num_skipped_long, dataset.longest) == (1, 28)
+    assert dataset.longest_kept == len(chat.encode([{"role": "user", "content": "1+2 = 3"}]))
+
+
+def test_a_prompt_without_a_user_has_no_place_for_a_hint(tmp_path: Path) -> None:
+    config = records(tmp_path, "3", role="system")
+    with pytest.raises(UserError, match=r"data.jsonl line 1: got no user message"):
+        load_dataset("train", config.tasks["train"], ChatTemplate.from_config(config.model))
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from penstock.config import Config, EvalTaskConfig, RewardConfig, TaskDataConfig
+from penstock.config import Config, EvalTaskConfig, RewardConfig, TaskConfig, TaskDataConfig
 from penstock.config.demo import context_length
 from penstock.data import demonstration, reasoning_gym
 from penstock.data.chat import ChatTemplate
@@ -64,6 +65,7 @@ class Dataset:
         content: Content,
         num_skipped_long: int = 0,
         longest: int = 0,
+        longest_kept: int = 0,
     ) -> None:
         assert len(examples) == len(token_ids)
         self.name = name
@@ -72,13 +74,9 @@ class Dataset:
         self.num_skipped_long = num_skipped_long  # prompts over max_prompt_tokens
         self.is_chat = bool(examples) and examples[0].is_chat  # its prompts are lists of messages
         self.longest = longest  # tokens of the longest prompt, also of those that were skipped
+        self.longest_kept = longest_kept  # tokens of the longest prompt that is drawn
         self._examples = list(examples)
         self._token_ids = list(token_ids)
-
-    @property
-    def longest_kept(self) -> int:
-        """Tokens of the longest prompt that is drawn."""
-        return max(map(len, self._token_ids), default=0)
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -131,7 +129,15 @@ def load_dataset(
         records = _records(task, seed)
         examples = list(read_examples(records, task, readers=readers))
         token_ids = _tokenize(examples, chat, task)
-        fits = _check_lengths(task, records, examples, token_ids)
+        sizes = [None if ids is None else len(ids) for ids in token_ids]
+        if template := teacher_template(task):
+            hinted = [replace(e, messages=with_hint(e, template)) for e in examples]
+            taught = _tokenize(hinted, chat, task)
+            sizes = [
+                None if size is None or ids is None else max(size, len(ids))
+                for size, ids in zip(sizes, taught, strict=True)
+            ]
+        fits = _check_lengths(task, records, examples, sizes)
     kept = [index for index, fit in enumerate(fits) if fit]
     return Dataset(
         name,
@@ -140,8 +146,24 @@ def load_dataset(
         [ids for index in kept if (ids := token_ids[index]) is not None],
         records.content(),
         num_skipped_long=len(fits) - len(kept),
-        longest=max(len(ids) for ids in token_ids if ids is not None),
+        longest=max(filter(None, sizes)),
+        longest_kept=max(sizes[index] or 0 for index in kept),
     )
+
+
+def teacher_template(task: TaskDataConfig) -> str:
+    """What the policy reads when it is its own teacher; empty: it is not."""
+    return task.teacher_template if isinstance(task, TaskConfig) else ""
+
+
+def with_hint(asked: Example | Prompt, template: str) -> tuple[dict[str, Any], ...]:
+    """The messages, with the template's text in the place of the last user message."""
+    messages = list(asked.messages)
+    place = max(n for n, message in enumerate(messages) if message["role"] == "user")
+    values = {"prompt": messages[place]["content"], "answer": asked.gt_answer or ""}
+    text = re.sub(r"\{(prompt|answer)\}", lambda name: values[name[1]], template)
+    messages[place] = {**messages[place], "content": text}
+    return tuple(messages)
 
 
 def _records(task: TaskDataConfig, seed: int = 0) -> Records:
@@ -200,14 +222,14 @@ def _check_lengths(
     task: TaskDataConfig,
     records: Records,
     examples: Sequence[Example],
-    token_ids: Sequence[np.ndarray | None],
+    sizes: Sequence[int | None],
 ) -> list[bool]:
     """Which prompts fit; raise a UserError if none does."""
-    fits = [ids is not None and len(ids) <= task.max_prompt_tokens for ids in token_ids]
+    fits = [size is not None and size <= task.max_prompt_tokens for size in sizes]
     num_long = fits.count(False)
     if num_long and num_long == len(fits):
-        ids = token_ids[0]
-        size = f"{examples[0].num_characters} characters" if ids is None else f"{len(ids)} tokens"
+        first = sizes[0]
+        size = f"{examples[0].num_characters} characters" if first is None else f"{first} tokens"
         raise UserError(
             f"{records.place(examples[0].line)}: got a prompt of {size}, "
             f"allowed: max_prompt_tokens = {task.max_prompt_tokens} "
@@ -286,6 +308,7 @@ def read_examples(
     `readers`: field -> the reward that reads it; a record without such a field is a mistake.
     """
     needs_answer, demonstrates = task_needs_answer(task), task.demonstrates
+    template = teacher_template(task)
     mistakes: list[tuple[int, str]] = []
     count = 0
     for line, record in records:
@@ -295,6 +318,10 @@ def read_examples(
                 fields = demonstration.as_prompt(fields, task.columns)
             example = _parse_record(line, fields, task.columns, needs_answer)
             _check_readers(example, readers or {})
+            if template and not any(message["role"] == "user" for message in example.messages):
+                raise BadRecord(
+                    "got no user message, allowed: one, which teacher_template rewrites"
+                )
         except BadRecord as error:
             mistakes.append((line, str(error)))
             continue

@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from penstock import reward
-from penstock.config import Config, TaskConfig, TaskDataConfig
+from penstock.config import Config, TaskDataConfig
 from penstock.config.plugins import check_name, load
 from penstock.data import validate_source
 from penstock.data.chat import load_tokenizer
-from penstock.data.dataset import first_prompts, gives_own_reward
+from penstock.data.dataset import first_prompts, gives_own_reward, teacher_template
 from penstock.engine import ENGINES
 from penstock.errors import RewardError, UserError
 from penstock.inspection.track import TRACKERS
@@ -127,7 +127,7 @@ def check_tasks(key: str, tasks: Iterable[tuple[str, TaskDataConfig]]) -> None:
     for name, task in tasks:
         where = f"{key}.{name}"
         readers = reward.fields_read(task.rewards)
-        if isinstance(task, TaskConfig) and "{answer}" in task.teacher_template:
+        if "{answer}" in teacher_template(task):
             readers["gt_answer"] = "teacher_template"
         try:
             validate_source(name, task, readers=readers)

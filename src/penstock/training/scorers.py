@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,10 +10,10 @@ import torch
 
 from penstock.config import Config
 from penstock.data.chat import ChatTemplate
-from penstock.errors import UserError
+from penstock.data.dataset import with_hint
 from penstock.training.algo.method import task_algorithms
 from penstock.training.policy import load_policy
-from penstock.types import Group, Prompt
+from penstock.types import Group
 
 
 def load_scorers(config: Config, dtype: torch.dtype) -> tuple[Any | None, dict[str, Any]]:
@@ -41,22 +40,7 @@ def with_hints(groups: Iterable[Group], config: Config, chat: ChatTemplate) -> I
     """Yield the groups with the prompts of `teacher_template`; the responses stay as they were sampled."""
     for group in groups:
         task = config.tasks[group.task]
-        messages = _hinted(group.prompt, task.teacher_template)
+        messages = with_hint(group.prompt, task.teacher_template)
         prompt_ids = chat.encode(messages, task.system_prompt, task.chat_template_kwargs)
-        if len(prompt_ids) > task.max_prompt_tokens:
-            raise UserError(
-                f"tasks.{group.task}.teacher_template: got a prompt of {len(prompt_ids)} tokens ({group.prompt.prompt_id}), "
-                f"allowed: at most tasks.{group.task}.max_prompt_tokens = {task.max_prompt_tokens}"
-            )
         rollouts = [replace(rollout, prompt_ids=prompt_ids) for rollout in group.rollouts]
         yield replace(group, rollouts=rollouts)
-
-
-def _hinted(prompt: Prompt, template: str) -> list[dict[str, Any]]:
-    """The messages, with the template's text in the place of the last user message."""
-    messages = list(prompt.messages)
-    place = max(n for n, message in enumerate(messages) if message["role"] == "user")
-    values = {"prompt": str(messages[place]["content"]), "answer": prompt.gt_answer or ""}
-    text = re.sub(r"\{(prompt|answer)\}", lambda name: values[name[1]], template)
-    messages[place] = {**messages[place], "content": text}
-    return messages
