@@ -168,13 +168,12 @@ async def converse(engine: TransformersEngine, number: int, turns: int, observed
 
 async def measure_engine(sessions: int, turns: int, observed: int) -> str:
     """Run all sessions at once; return what they cost."""
-    from rollouts import demo_shape
-    from transformers import AutoModelForCausalLM
+    import torch
+    from shapes import make_model
 
-    shape = demo_shape()
-    shape.max_position_embeddings, shape.eos_token_id = 1 << 16, None
+    fields = {"max_position_embeddings": 1 << 16, "eos_token_id": None}
     engine = TransformersEngine(
-        lambda: AutoModelForCausalLM.from_config(shape, attn_implementation="penstock").eval(),
+        lambda: make_model("demo", torch.float32, "cpu", "penstock", **fields).eval(),
         fetch=lambda _: [],
         options=TransformersOptions(),
     )

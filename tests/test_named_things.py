@@ -63,3 +63,18 @@ def test_every_named_thing_exists() -> None:
                     if any(part not in known() for part in name.split(".")):
                         missing.append(f"{path.relative_to(SOURCE)}: `{name}`")
     assert not missing, "nothing in the source is called so:\n" + "\n".join(missing)
+
+
+def test_what_a_benchmark_imports_from_another_is_there() -> None:
+    """Also inside functions, which no --help runs."""
+    folder = SOURCE.parents[1] / "benchmarks"
+    trees = {path.stem: ast.parse(path.read_text()) for path in folder.glob("*.py")}
+    missing = [
+        f"{script}.py: from {node.module} import {alias.name}"
+        for script, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in trees
+        for alias in node.names
+        if alias.name not in set(definitions(trees[node.module]))
+    ]
+    assert not missing, "\n".join(missing)
