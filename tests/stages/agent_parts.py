@@ -10,8 +10,7 @@ from typing import Any
 from penstock.config import SamplingConfig
 from penstock.data.sampler import Sampler
 from penstock.rollout.agent.bridge import Bridge
-from penstock.rollout.agent.function import AgentSettings, FunctionAgent
-from penstock.rollout.agent.session import Limits
+from penstock.rollout.agent.function import AgentOptions, FunctionAgent, read_options
 from penstock.store.journal.calls import ToolResult
 from penstock.types import Group, Rollout
 from stages.chat_policy import TEMPLATE, Kept, ScriptedEngine, chat_template
@@ -42,7 +41,8 @@ def play(
         engine=engine,
         sampling=SamplingConfig(max_tokens=200),
         bridge=Bridge(chat),
-        settings=AgentSettings.read("o", options, Limits(max_context=4000)),
+        settings=read_options("o", AgentOptions, options),
+        max_context=4000,
         decode=chat.decode,
         recorder=kept,
         reward=CountingReward() if reward else None,
@@ -81,7 +81,8 @@ def make_agent(
         engine=engine or ScriptedEngine(lambda prompt: "yes"),
         sampling=SamplingConfig(max_tokens=20),
         bridge=Bridge(chat),
-        settings=AgentSettings.read("agent_options", options, Limits(max_context=200)),
+        settings=read_options("agent_options", AgentOptions, options),
+        max_context=200,
         decode=chat.decode,
         recorder=recorder or Kept(),
         endpoint=endpoint,

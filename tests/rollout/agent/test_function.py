@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 
 from penstock.errors import EnginesLost, UserError
-from penstock.rollout.agent.function import AgentSettings, FunctionAgent, check_function
-from penstock.rollout.agent.session import Limits
+from penstock.rollout.agent.function import (
+    AgentOptions,
+    FunctionAgent,
+    check_function,
+    read_options,
+)
 from penstock.types import Group, Rollout, Score, Status
 from stages.agent_parts import make_agent, make_group
 from stages.chat_policy import ScriptedEngine, chat_template, user
@@ -219,23 +223,20 @@ def test_an_agent_that_never_calls_the_model_fails() -> None:
             "turn_timeout_s: got 10, allowed: below timeout_s = 10",
         ),
         ({"turn_timeout_s": 5, "tool_timeout_s": 6}, "allowed: below turn_timeout_s = 5"),
-        ({"timeout_s": 0}, "timeout_s: got 0, allowed: a number above 0"),
+        ({"timeout_s": 0}, "timeout_s: got 0, allowed: greater than 0"),
         ({"max_turns": 0}, "max_turns: got 0"),
         ({"thinking": "maybe"}, "thinking: got 'maybe', allowed: 'keep' or 'template'"),
     ],
 )
 def test_options_that_contradict_are_refused(options, words) -> None:
     with pytest.raises(UserError, match=words):
-        AgentSettings.read("tasks.a.agent_options", options, Limits())
+        read_options("tasks.a.agent_options", AgentOptions, options)
 
 
 def test_time_outs_that_are_not_given_nest() -> None:
-    settings = AgentSettings.read("o", {"timeout_s": 20}, Limits())
-    assert (settings.timeout_s, settings.limits.turn_timeout_s, settings.limits.tool_timeout_s) == (
-        20,
-        10,
-        5,
-    )
+    settings = read_options("o", AgentOptions, {"timeout_s": 20})
+    limits = settings.limits(max_context=1, max_positions=2)
+    assert (settings.timeout_s, limits.turn_timeout_s, limits.tool_timeout_s) == (20, 10, 5)
 
 
 def test_a_function_that_cannot_be_called_is_refused() -> None:

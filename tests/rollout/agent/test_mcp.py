@@ -151,14 +151,17 @@ def test_after_a_crash_a_call_is_made_as_its_server_says(
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("server.py", "allowed: [{ command"),
+        ("server.py", "got 'server.py', allowed: a list"),
         ([{}], "allowed: a command, a list of words, or a url"),
         ([{"command": ["a"], "url": "http://b"}], "allowed: a command, a list of words, or a url"),
         ([{"url": "ftp://b"}], "allowed: http://HOST:PORT or https://HOST"),
-        ([{"command": ["a"], "colour": 1}], "got 'colour', allowed: command, url"),
-        ([{"command": ["a"], "unknown": "maybe"}], "got 'maybe', allowed: fail, retry, rebuild"),
+        ([{"command": ["a"], "colour": 1}], "mcp.colour: got 1, allowed: the keys command, url, "),
+        (
+            [{"command": ["a"], "unknown": "maybe"}],
+            "got 'maybe', allowed: 'fail', 'retry' or 'rebuild'",
+        ),
         ([{"command": ["a"], "token_variable": "HOME"}], "got 'HOME', allowed: only with a url"),
-        ([{"url": "http://b", "variables": ["HOME"]}], "allowed: a list, with a command"),
+        ([{"url": "http://b", "variables": ["HOME"]}], "allowed: only with a command"),
         ([{"command": ["a"], "variables": ["NO_SUCH"]}], "got 'NO_SUCH', allowed: an environment"),
         (
             [{"url": "http://b", "token_variable": "NO_SUCH_TOKEN"}],
@@ -176,10 +179,10 @@ def test_a_mistake_in_the_option_is_named(given: Any, words: str) -> None:
 
 DRIVER = """
 import asyncio, sys
-from penstock.rollout.agent.mcp import Tools, open_servers, read_servers
+from penstock.rollout.agent.mcp import ServerConfig, Tools, open_servers
 
 async def main():
-    servers = read_servers("mcp", [{"command": sys.argv[2:]}])
+    servers = [ServerConfig(command=sys.argv[2:])]
     tools = Tools()
     async with open_servers(servers, 60, tools):
         pid = await tools.functions["pid"](idempotency_key="k")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,27 +15,24 @@ from penstock.engine.protocol import InferenceEngine
 from penstock.errors import UserError
 from penstock.reward import build_reward
 from penstock.reward.protocol import Reward
-from penstock.rollout.agent import AGENTS, AgentLoop, gym, tools
+from penstock.rollout.agent import AGENTS, AgentLoop
 from penstock.rollout.agent.bridge import Bridge
 from penstock.rollout.agent.check import AgentCheck, CheckResult, NoReward
 from penstock.rollout.agent.demonstration import Demonstrations
 from penstock.rollout.agent.function import (
-    OWN_OPTIONS,
-    AgentSettings,
+    AgentOptions,
     FunctionAgent,
     FunctionPool,
     InterruptedCalls,
     check_function,
+    read_options,
 )
-from penstock.rollout.agent.process import Command, Pool, read_command, read_python, read_size
-from penstock.rollout.agent.session import Function, Limits, Recorder
+from penstock.rollout.agent.process import Command, CommandOptions, FunctionOptions, Pool
+from penstock.rollout.agent.session import Function, Recorder
 from penstock.types import Prompt
 
 if TYPE_CHECKING:
     from penstock.rollout.agent.endpoint import Endpoint
-
-_MADE: dict[str, tuple[str, ...]] = {"tools": tools.OPTIONS, "gym": gym.OPTIONS}  # own options
-_OUTSIDE = ("python", "processes")  # options of a function that runs in processes of its own
 
 
 def check_agent(where: str, task: TaskDataConfig, sampling: SamplingConfig) -> None:
@@ -53,7 +50,7 @@ def check_agent(where: str, task: TaskDataConfig, sampling: SamplingConfig) -> N
             f"{where}: sampling.min_tokens got {sampling.min_tokens} with an agent, allowed: 0"
         )
     _function(where, task)
-    AgentSettings.read(f"{where}.agent_options", task.agent_options, Limits())
+    read_options(f"{where}.agent_options", AgentOptions, task.agent_options)
     if not gives_own_reward(task) and build_reward(task.rewards, max_tokens=1).needs_group:
         raise UserError(
             f"{where}.rewards: got a reward that compares the rollouts of a group, allowed with an "
@@ -114,13 +111,14 @@ def _function_agent(
 ) -> partial[FunctionAgent]:
     """What makes the loop of a task's function for an engine and a recorder."""
     function, options = _function(where, task)
-    limits = Limits(max_context=task.max_prompt_tokens, max_positions=positions or 1 << 30)
     return partial(
         FunctionAgent,
         function,
         sampling=sampling,
         bridge=bridge,
-        settings=AgentSettings.read(f"{where}.agent_options", task.agent_options, limits),
+        settings=read_options(f"{where}.agent_options", AgentOptions, task.agent_options),
+        max_context=task.max_prompt_tokens,
+        max_positions=positions or 1 << 30,
         endpoint=endpoint,
         reward=None if gives_own_reward(task) else reward,
         options=options,
@@ -172,25 +170,16 @@ def _function(where: str, task: TaskDataConfig) -> tuple[Function | FunctionPool
     """The agent's function, and the options that it is called with."""
     options, key = task.agent_options, f"{where}.agent_options"
     if task.agent == "command":
-        _refuse_others(key, options, ("command", "processes"))
-        return Command(read_command(key, options), read_size(key, options)), {}
-    if task.agent in _MADE:
-        _refuse_others(key, options, _MADE[task.agent])
+        command = read_options(key, CommandOptions, options)
+        return Command(command.command, command.processes), {}
+    if task.agent in ("tools", "gym"):
         return plugins.load(f"{where}.agent", task.agent, AGENTS)(key, options), {}
-    arguments = {
-        name: value for name, value in options.items() if name not in (*OWN_OPTIONS, *_OUTSIDE)
-    }
-    if options.get("python"):
-        return Pool(task.agent, read_size(key, options), read_python(key, options)), arguments
+    settings = read_options(key, FunctionOptions, options)
+    arguments = dict(settings.model_extra or {})
+    if settings.python:
+        return Pool(task.agent, settings.processes, settings.python), arguments
     function = plugins.load(f"{where}.agent", task.agent, AGENTS)
     check_function(f"{where}.agent", function, arguments)
     if inspect.iscoroutinefunction(function) and "processes" not in options:
         return function, arguments
-    return Pool(task.agent, read_size(key, options)), arguments
-
-
-def _refuse_others(key: str, options: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Refuse an option that neither this agent nor every agent takes."""
-    for name in options:
-        if name not in (*names, *OWN_OPTIONS):
-            raise UserError(f"{key}: got {name!r}, allowed: {', '.join((*names, *OWN_OPTIONS))}")
+    return Pool(task.agent, settings.processes), arguments

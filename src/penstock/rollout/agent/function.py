@@ -13,9 +13,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
-from penstock.config import SamplingConfig
+from pydantic import Field, ValidationError, model_validator
+
+from penstock.config import SamplingConfig, Section
+from penstock.config.mistakes import explain
 from penstock.config.plugins import place_of
 from penstock.engine.protocol import InferenceEngine, SamplingParams
 from penstock.errors import RewardError, UserError
@@ -41,10 +45,8 @@ from penstock.types import ModelCall, Rollout, Score, Status
 if TYPE_CHECKING:
     from penstock.rollout.agent.endpoint import Endpoint
 
-_TIMES = ("timeout_s", "turn_timeout_s", "tool_timeout_s")
-_LONGEST_S = (600.0, 300.0, 60.0)  # of rollout, turn and tool, if the options name none
 MODEL_NAME = "policy"  # what agents ask the endpoint for
-OWN_OPTIONS = (*_TIMES, "max_turns", "thinking", "truncated_reward")
+S = TypeVar("S", bound=Section)
 
 
 @runtime_checkable
@@ -54,55 +56,51 @@ class FunctionPool(Protocol):
     def lend(self) -> AbstractAsyncContextManager[Function]: ...
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class AgentSettings:
-    """The options of a task's agent that Penstock itself reads."""
+class AgentOptions(Section, extra="allow"):
+    """The options that every agent takes. A kind of agent adds its own; other options are a function's arguments."""
 
-    limits: Limits
-    timeout_s: float
-    thinking: str = "keep"  # keep: tokens only grow; template: as the chat template rewrites them
-    truncated_reward: float = 0.0  # if a limit stopped the policy and the function raised
+    timeout_s: float = Field(600.0, gt=0)
+    """Of a rollout."""
+    turn_timeout_s: float | None = Field(None, gt=0)
+    """Of a model call; None: 300, or half of timeout_s if that is less."""
+    tool_timeout_s: float | None = Field(None, gt=0)
+    """Of a tool call; None: 60, or half of turn_timeout_s if that is less."""
+    max_turns: int = Field(16, ge=1)
+    """Most model calls of a rollout."""
+    thinking: Literal["keep", "template"] = "keep"
+    """keep: tokens only grow; template: as the chat template rewrites them."""
+    truncated_reward: float = 0.0
+    """If a limit stopped the policy and the function raised."""
 
-    @classmethod
-    def read(cls, where: str, options: Mapping[str, Any], limits: Limits) -> AgentSettings:
-        """Check the options; refuse time-outs that contradict each other."""
-        times = _read_times(where, options)
-        turns = options.get("max_turns", limits.max_turns)
-        if not isinstance(turns, int) or isinstance(turns, bool) or turns < 1:
-            raise UserError(f"{where}.max_turns: got {turns!r}, allowed: a whole number from 1")
-        thinking = options.get("thinking", "keep")
-        if thinking not in ("keep", "template"):
-            raise UserError(f"{where}.thinking: got {thinking!r}, allowed: 'keep' or 'template'")
-        reward = options.get("truncated_reward", 0.0)
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise UserError(f"{where}.truncated_reward: got {reward!r}, allowed: a finite number")
-        return cls(
-            limits=Limits(
-                max_turns=turns,
-                max_context=limits.max_context,
-                max_positions=limits.max_positions,
-                turn_timeout_s=times[1],
-                tool_timeout_s=times[2],
-            ),
-            timeout_s=times[0],
-            thinking=thinking,
-            truncated_reward=float(reward),
+    @model_validator(mode="after")
+    def _check_times(self) -> Self:
+        times = {"timeout_s": self.timeout_s, **self._inner_times()}
+        for (outer, longer), (inner, shorter) in pairwise(times.items()):
+            if shorter >= longer:
+                raise ValueError(f"{inner}: got {shorter:g}, allowed: below {outer} = {longer:g}")
+        return self
+
+    def _inner_times(self) -> dict[str, float]:
+        turn_s = self.turn_timeout_s or min(300.0, self.timeout_s / 2)
+        tool_s = self.tool_timeout_s or min(60.0, turn_s / 2)
+        return {"turn_timeout_s": turn_s, "tool_timeout_s": tool_s}
+
+    def limits(self, *, max_context: int, max_positions: int) -> Limits:
+        """What one rollout may use; max_context, max_positions: tokens of a call (see `Limits`)."""
+        return Limits(
+            max_turns=self.max_turns,
+            max_context=max_context,
+            max_positions=max_positions,
+            **self._inner_times(),
         )
 
 
-def _read_times(where: str, options: Mapping[str, Any]) -> list[float]:
-    """The time-outs of rollout, turn and tool; those not given are shorter than the outer one."""
-    times: list[float] = []
-    for name, longest in zip(_TIMES, _LONGEST_S, strict=True):
-        outer = times[-1] if times else math.inf
-        value = options.get(name, min(longest, outer / 2))
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise UserError(f"{where}.{name}: got {value!r}, allowed: a number above 0")
-        if value >= outer:
-            before = _TIMES[len(times) - 1]
-            raise UserError(f"{where}.{name}: got {value:g}, allowed: below {before} = {outer:g}")
-        times.append(float(value))
-    return times
+def read_options(where: str, kind: type[S], options: Mapping[str, Any]) -> S:
+    """The options of an agent; raise a UserError for the first mistake."""
+    try:
+        return kind.model_validate(dict(options))
+    except ValidationError as error:
+        raise UserError(explain(error, kind, place=where)) from None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,7 +121,9 @@ class FunctionAgent(AgentLoop):
         engine: InferenceEngine,
         sampling: SamplingConfig,
         bridge: Bridge,
-        settings: AgentSettings,
+        settings: AgentOptions,
+        max_context: int,
+        max_positions: int = 1 << 30,
         decode: Callable[[Sequence[int]], str],
         recorder: Recorder,
         endpoint: Endpoint | None = None,
@@ -135,6 +135,7 @@ class FunctionAgent(AgentLoop):
         self._function = function
         self._engine, self._sampling, self._bridge = engine, sampling, bridge
         self._settings, self._decode, self._recorder = settings, decode, recorder
+        self._limits = settings.limits(max_context=max_context, max_positions=max_positions)
         self._options, self._system_prompt = dict(options or {}), system_prompt
         self._interrupted = interrupted or InterruptedCalls()
         self._endpoint = endpoint
@@ -160,7 +161,7 @@ class FunctionAgent(AgentLoop):
     def _tool_threads(self) -> CallThreads:
         """The threads that blocking tools run on, for all rollouts of this loop."""
         if self._threads is None or self._threads.loop is not asyncio.get_running_loop():
-            self._threads = CallThreads("tool", TOOL_THREADS, self._settings.limits.tool_timeout_s)
+            self._threads = CallThreads("tool", TOOL_THREADS, self._limits.tool_timeout_s)
         return self._threads
 
     async def close(self) -> None:
@@ -187,7 +188,7 @@ class FunctionAgent(AgentLoop):
             engine=self._engine,
             bridge=self._bridge,
             sampling=SamplingParams.from_config(self._sampling, temperature=rollout.temperature),
-            limits=self._settings.limits,
+            limits=self._limits,
             recorder=self._recorder,
             calls=calls,
             tools=self._interrupted.tools.pop(key, []),
@@ -308,5 +309,5 @@ def check_function(where: str, function: Any, options: Mapping[str, Any]) -> Non
         raise UserError(
             f"{where}: got a function that cannot be called with (task, model) and the options "
             f"{', '.join(options) or 'none'}: {error}; allowed options of every agent: "
-            f"{', '.join(OWN_OPTIONS)}"
+            f"{', '.join(AgentOptions.model_fields)}"
         ) from None

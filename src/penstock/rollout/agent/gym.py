@@ -14,12 +14,22 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import Field
+
 from penstock.config import plugins
-from penstock.errors import RewardError, UserError
+from penstock.errors import RewardError
+from penstock.rollout.agent.function import AgentOptions, read_options
 from penstock.rollout.agent.session import ContextOverflow, Model, Task, TurnsExceeded
 from penstock.rollout.agent.tools import finished
 
-OPTIONS = ("env", "env_options")
+
+class GymOptions(AgentOptions, extra="forbid"):
+    """The options of the agent `gym`."""
+
+    env: str
+    """The environment, "file.py:Class"."""
+    env_options: dict[str, Any] = Field(default_factory=dict)
+    """What the class is made with, for each rollout."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,13 +43,11 @@ class Step:
 
 def make(where: str, options: Mapping[str, Any]) -> Callable[[Task, Model], Awaitable[Any]]:
     """The agent's function for `env = "file.py:Class"`, made with `env_options` per rollout."""
-    env, env_options = options.get("env"), options.get("env_options") or {}
-    if not isinstance(env, str) or not isinstance(env_options, Mapping):
-        raise UserError(f'{where}.env: got {env!r}, allowed: "file.py:Class"')
-    kind = plugins.load(f"{where}.env", env, {})
+    settings = read_options(where, GymOptions, options)
+    kind = plugins.load(f"{where}.env", settings.env, {})
 
     async def play(task: Task, model: Model) -> float:
-        environment = Environment(kind(**env_options))
+        environment = Environment(kind(**settings.env_options))
         messages = list(task.messages)
         try:
             messages += await environment.start(task, model.seed)

@@ -14,14 +14,17 @@ import os
 import ssl
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
 
+from pydantic import Field, model_validator
+
+from penstock.config import Section
 from penstock.config.secrets import from_environment
 from penstock.config.server_url import server_url
-from penstock.errors import RunError, UserError
+from penstock.errors import RunError
 from penstock.reward.line_process import last_line
 from penstock.rollout.agent.process import guarded
 
@@ -30,8 +33,6 @@ if TYPE_CHECKING:
     from mcp.client import Transport
     from mcp_types import CallToolResult, Tool
 
-_POLICIES = ("fail", "retry", "rebuild")
-_KEYS = ("command", "url", "token_variable", "variables", "unknown")
 _START_TIMEOUT_S = 60.0
 
 
@@ -43,57 +44,44 @@ class ToolRefused(Exception):
     """The server answers a call with an error: the policy is told."""
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class ServerConfig:
+class ServerConfig(Section):
     """One table of the option `mcp`."""
 
-    command: tuple[str, ...] = ()
+    command: list[str] = Field(default_factory=list)
     url: str = ""
-    token_variable: str = ""  # environment variable with the bearer token of a URL
-    variables: tuple[
-        str, ...
-    ] = ()  # environment variables that a command gets beside PATH, HOME and the like
-    unknown: str = "fail"  # what happens after a crash to a call that was only begun
+    token_variable: str = ""
+    """Environment variable with the bearer token of a URL."""
+    variables: list[str] = Field(default_factory=list)
+    """Environment variables that a command gets beside PATH, HOME and the like."""
+    unknown: Literal["fail", "retry", "rebuild"] = "fail"
+    """What happens after a crash to a call that was only begun."""
 
     @property
     def name(self) -> str:
         return self.url or " ".join(self.command)
 
-
-def read_servers(where: str, tables: Any) -> list[ServerConfig]:
-    """Check the option `mcp`: a list of tables, each with a command line or a URL."""
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise UserError(
-            f'{where}: got {tables!r}, allowed: [{{ command = ["python", "server.py"] }}]'
-        )
-    if tables and importlib.util.find_spec("mcp") is None:
-        raise UserError(
-            f"{where}: the package mcp is not installed; install it with: pip install 'penstock[mcp]'"
-        )
-    return [_read_server(where, table) for table in tables]
-
-
-def _read_server(where: str, table: Mapping[str, Any]) -> ServerConfig:
-    for key in table:
-        if key not in _KEYS:
-            raise UserError(f"{where}: got {key!r}, allowed: {', '.join(_KEYS)}")
-    command, url = table.get("command", []), table.get("url", "")
-    words = isinstance(command, list) and all(isinstance(word, str) for word in command)
-    if not words or not isinstance(url, str) or bool(command) == bool(url):
-        raise UserError(f"{where}: got {table!r}, allowed: a command, a list of words, or a url")
-    if url:
-        server_url(f"{where}.url", url)
-    if (variable := table.get("token_variable", "")) and not url:
-        raise UserError(f"{where}.token_variable: got {variable!r}, allowed: only with a url")
-    from_environment(f"{where}.token_variable", str(variable))
-    if (unknown := table.get("unknown", "fail")) not in _POLICIES:
-        raise UserError(f"{where}.unknown: got {unknown!r}, allowed: {', '.join(_POLICIES)}")
-    variables = table.get("variables", [])
-    if not isinstance(variables, list) or (variables and url):
-        raise UserError(f"{where}.variables: got {variables!r}, allowed: a list, with a command")
-    for variable in variables:
-        from_environment(f"{where}.variables", str(variable))
-    return ServerConfig(**{**table, "command": tuple(command), "variables": tuple(variables)})
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if bool(self.command) == bool(self.url):
+            raise ValueError(
+                f"got command={self.command!r} and url={self.url!r}, allowed: a command, a list of words, or a url"
+            )
+        if self.url:
+            server_url("url", self.url)
+        if self.token_variable and not self.url:
+            raise ValueError(
+                f"token_variable: got {self.token_variable!r}, allowed: only with a url"
+            )
+        if self.variables and self.url:
+            raise ValueError(f"variables: got {self.variables!r}, allowed: only with a command")
+        from_environment("token_variable", self.token_variable)
+        for variable in self.variables:
+            from_environment("variables", variable)
+        if importlib.util.find_spec("mcp") is None:
+            raise ValueError(
+                "the package mcp is not installed; install it with: pip install 'penstock[mcp]'"
+            )
+        return self
 
 
 @dataclass(slots=True, frozen=True)

@@ -12,19 +12,46 @@ import functools
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import RewardError, RunError, UserError
+from pydantic import Field, field_validator
+
+from penstock.errors import RewardError, RunError
 from penstock.reward.line_process import LineProcess, ProcessPool
+from penstock.rollout.agent.function import AgentOptions
 from penstock.rollout.agent.session import AgentFault, Function, Model, Task, session_of
 
 INSIDE = Path(__file__).with_name("inside.py")
-DEFAULT_PROCESSES = 4
 _START_TIMEOUT_S = 120.0
+
+
+class FunctionOptions(AgentOptions):
+    """The options of a function; those that are not named here are its arguments."""
+
+    python: str = ""
+    """The path of another Python, which runs it."""
+    processes: int = Field(4, ge=1)
+    """Processes that it runs in, one rollout each; an async function without `python` runs in none by default."""
+
+    @field_validator("python")
+    @classmethod
+    def _can_run(cls, python: str) -> str:
+        if python and not os.access(python, os.X_OK):
+            raise ValueError(f"got {python!r}, allowed: the path of a Python")
+        return python
+
+
+class CommandOptions(AgentOptions, extra="forbid"):
+    """The options of the agent `command`."""
+
+    command: list[str] = Field(min_length=1)
+    """Its words, such as ["node", "agent.js"]."""
+    processes: int = Field(4, ge=1)
+    """Commands that run at once."""
 
 
 class Pool:
@@ -130,29 +157,3 @@ def _request(task: Task, model: Model) -> dict[str, Any]:
         "seed": model.seed,
         "tool_timeout_s": session_of(model).limits.tool_timeout_s,
     }
-
-
-def read_size(where: str, options: Mapping[str, Any]) -> int:
-    """The number of processes that the options ask for."""
-    size = options.get("processes", DEFAULT_PROCESSES)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise UserError(f"{where}.processes: got {size!r}, allowed: a whole number from 1")
-    return size
-
-
-def read_command(where: str, options: Mapping[str, Any]) -> list[str]:
-    """The words of the command that the options name."""
-    words = options.get("command")
-    if not isinstance(words, list) or not words or not all(isinstance(w, str) for w in words):
-        raise UserError(
-            f'{where}.command: got {words!r}, allowed: a list of words, such as ["node", "agent.js"]'
-        )
-    return words
-
-
-def read_python(where: str, options: Mapping[str, Any]) -> str:
-    """The Python that the options name; empty: this one."""
-    python = options.get("python", "")
-    if not isinstance(python, str) or (python and not os.access(python, os.X_OK)):
-        raise UserError(f"{where}.python: got {python!r}, allowed: the path of a Python")
-    return python

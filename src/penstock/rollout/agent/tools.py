@@ -11,11 +11,14 @@ import inspect
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Self
+
+from pydantic import Field, model_validator
 
 from penstock.config import plugins
 from penstock.errors import RunError, UserError
-from penstock.rollout.agent.mcp import Tools, open_servers, read_servers
+from penstock.rollout.agent.function import AgentOptions, read_options
+from penstock.rollout.agent.mcp import ServerConfig, Tools, open_servers
 from penstock.rollout.agent.session import (
     ContextOverflow,
     Model,
@@ -26,24 +29,37 @@ from penstock.rollout.agent.session import (
 
 _NOT_TOOLS = frozenset({"reset", "get_reward", "close"})
 _NOT_SHOWN = frozenset({"self", "idempotency_key"})  # parameters that the policy does not give
-OPTIONS = ("env", "functions", "mcp")
+
+
+class ToolOptions(AgentOptions, extra="forbid"):
+    """The options of the agent `tools`."""
+
+    env: str = ""
+    """An environment, "file.py:Class", whose methods are the tools."""
+    functions: list[str] = Field(default_factory=list)
+    """The tools, each "file.py:name"."""
+    mcp: list[dict[str, Any]] = Field(default_factory=list)
+    """Servers whose tools are added, each a `ServerConfig`."""
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        if (self.env and self.functions) or not (self.env or self.functions or self.mcp):
+            raise ValueError(
+                f"got env={self.env!r} and functions={self.functions!r}, allowed: one of "
+                '`env = "file.py:Class"` and `functions = ["file.py:name"]`, or `mcp`'
+            )
+        return self
 
 
 def make(where: str, options: Mapping[str, Any]) -> Callable[[Task, Model], Awaitable[Any]]:
     """The agent's function for `env = "file.py:Class"`, `functions = [...]` and `mcp = [...]`."""
-    env, functions, mcp = options.get("env"), options.get("functions"), options.get("mcp", [])
-    if (env and functions) or not (env or functions or mcp):
-        raise UserError(
-            f"{where}: got env={env!r} and functions={functions!r}, allowed: one of "
-            '`env = "file.py:Class"` and `functions = ["file.py:name"]`, or `mcp`'
-        )
-    if not isinstance(functions or [], list):
-        raise UserError(f"{where}.functions: got {functions!r}, allowed: a list of names")
-    servers = read_servers(f"{where}.mcp", mcp)
-    kind = plugins.load(f"{where}.env", str(env), {}) if env else None
+    settings = read_options(where, ToolOptions, options)
+    env = settings.env
+    servers = [read_options(f"{where}.mcp", ServerConfig, table) for table in settings.mcp]
+    kind = plugins.load(f"{where}.env", env, {}) if env else None
     if kind is not None and not isinstance(kind, type):
         raise UserError(f"{where}.env: got {env!r}, which is no class, allowed: a class")
-    loaded = [plugins.load(f"{where}.functions", name, {}) for name in functions or ()]
+    loaded = [plugins.load(f"{where}.functions", name, {}) for name in settings.functions]
     plain = {function.__name__: function for function in loaded}
     schemas = schemas_of(where, tools_of(kind) if kind else plain) if kind or plain else {}
 
