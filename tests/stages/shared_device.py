@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.types import Batch, StepReport, WeightHandle
-from penstock.workers.colocated import ColocatedTrainer
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.supervise.supervised import Supervised
-from penstock.workers.supervise.trainer import RestartingTrainer, TrainerClient
+from penstock.workers.supervise.trainer import ColocatedTrainer, RestartingTrainer, TrainerClient
 from penstock.workers.workers import start_all
 from stages.fake_engine import FakeEngine
 from stages.supervised import Crew, FakeWorker, settings
@@ -121,6 +120,8 @@ class TrainerFake:
     async def load(self, folder: str) -> tuple[int, str]:
         self._device.take("trainer")
         return await self.identity()
+
+    async def announce(self) -> None: ...
 
     async def publish(self) -> WeightHandle:
         self._device.note(f"publish {self.step}")

@@ -64,11 +64,10 @@ from penstock.training.algo.settings import keep_group
 from penstock.types import Batch, Rollout, StepReport
 from penstock.waits import Waits
 from penstock.workers import LAUNCHERS
-from penstock.workers.colocated import ColocatedTrainer
 from penstock.workers.control import Control
 from penstock.workers.inline import offline_trainer, opened_engine
 from penstock.workers.supervise.supervised import SupervisionCallbacks
-from penstock.workers.supervise.trainer import RestartingTrainer
+from penstock.workers.supervise.trainer import ColocatedTrainer, RestartingTrainer
 from penstock.workers.watchdog import Watchdog, watched
 from penstock.workers.workers import Workers
 

@@ -21,6 +21,9 @@ class InProcessSync:
         self._buffers: list[dict[str, torch.Tensor]] = [{}, {}]
         self._versions = [-1, -1]
 
+    def announce(self, version: int, digest: str) -> WeightHandle | None:
+        return None
+
     def publish(
         self, version: int, digest: str, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> WeightHandle:

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 class WeightSync(Protocol):
     """Both ends of one path. The previous version stays readable while the next is written."""
 
+    def announce(self, version: int, digest: str) -> WeightHandle | None:
+        """The handle of the next publication, to be given out before its bytes are written; `fetch` waits for them.
+
+        None if the layout is not known before the first `publish`, or nothing can wait.
+        """
+
     def publish(
         self, version: int, digest: str, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> WeightHandle:
@@ -39,10 +45,3 @@ class Endpoint:
     address: str
     port: int
     token: str
-
-
-class Announcing(WeightSync, Protocol):
-    """A path whose handle can be given out before the bytes are written; `fetch` waits for each."""
-
-    def announce(self, version: int, digest: str) -> WeightHandle | None:
-        """The handle of the next publication; None before the first `publish`."""

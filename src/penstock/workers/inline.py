@@ -130,9 +130,7 @@ async def start(
     async def clean_up() -> None:
         sync.close()
 
-    return await start_workers(
-        config, total_steps, events, trainer, engines, sync="in_process", clean_up=clean_up
-    )
+    return await start_workers(config, total_steps, events, trainer, engines, clean_up=clean_up)
 
 
 @asynccontextmanager

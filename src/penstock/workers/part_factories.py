@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from penstock.config import Config, SamplingConfig
 from penstock.config.plugins import load
@@ -23,7 +23,7 @@ from penstock.store.space import folder_bytes
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.waits import tell_stage
 from penstock.weights import SHARED
-from penstock.weights.protocol import Announcing, WeightSync
+from penstock.weights.protocol import WeightSync
 
 if TYPE_CHECKING:
     from penstock.weights.distributor import Distributor
@@ -86,8 +86,7 @@ class TrainerService:
         """The handle of the next publication, so that engines can begin to read early; or None."""
         if not self._consumer.ranks.is_first:
             return None
-        sync = cast(Announcing, self._sync)
-        return sync.announce(self._consumer.policy_version, self._digest)
+        return self._sync.announce(self._consumer.policy_version, self._digest)
 
     async def weights_folder(self) -> str:
         return str(self._folder.path) if self._folder is not None else ""

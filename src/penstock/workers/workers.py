@@ -16,11 +16,10 @@ from penstock.config import Config, LaunchConfig, SamplingConfig
 from penstock.engine.protocol import EngineStats, InferenceEngine, SetAside
 from penstock.errors import RunError
 from penstock.waits import WaitKind, loop_time
-from penstock.workers.colocated import ColocatedTrainer
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.pool.weights import NodeCopies
 from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks, nothing
-from penstock.workers.supervise.trainer import RestartingTrainer, publishes_after
+from penstock.workers.supervise.trainer import ColocatedTrainer, RestartingTrainer, publishes_after
 
 if TYPE_CHECKING:
     from penstock.workers.ray.agents import ActorAgentLoop
@@ -149,7 +148,6 @@ async def start_workers(
     trainer: Supervised,
     engines: list[Supervised],
     *,
-    sync: str,
     make_engine: Callable[[int], Supervised] | None = None,
     clean_up: Callable[[], Awaitable[None]] = nothing,
     copies: NodeCopies | None = None,
@@ -157,14 +155,14 @@ async def start_workers(
 ) -> Workers:
     """Start the supervised workers of a launcher and join them to what the loop drives.
 
-    sync: the kind of weight sync. make_engine: returns a further engine; None: their number is fixed.
+    make_engine: returns a further engine; None: their number is fixed.
     clean_up runs after the end of the workers, or after a start that failed.
     """
     settings, everyone = config.launch, [trainer, *engines]
     await start_or_close(start_all(trainer, engines, settings), everyone, clean_up)
     places = ", ".join(f"{part.name} {part.worker.place}" for part in everyone if part.worker)
     takes_turns = settings.colocate and settings.kind != "inline"  # one process holds both sides
-    restarting = RestartingTrainer(trainer, announces=sync != "in_process")
+    restarting = RestartingTrainer(trainer)
     if not engines:  # nothing is sampled
         return Workers(
             engine=None,

@@ -179,7 +179,7 @@ def test_a_mistake_in_the_option_is_named(given: Any, words: str) -> None:
 
 DRIVER = """
 import asyncio, sys
-from penstock.rollout.agent.mcp import ServerConfig, Tools, open_servers
+from penstock.rollout.agent.tools import ServerConfig, Tools, open_servers
 
 async def main():
     servers = [ServerConfig(command=sys.argv[2:])]

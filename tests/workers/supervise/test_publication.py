@@ -76,7 +76,7 @@ class Trainers(Play):
         self.supervised = Supervised("trainer", spawn, settings(), events)
         self.supervised.restart_with(Restarts(prepare=nothing))
         await self.supervised.start()
-        return RestartingTrainer(self.supervised, announces=True)
+        return RestartingTrainer(self.supervised)
 
     def _replace(self, version: int, digest: str) -> None:
         self.replaced.append((version, digest))

@@ -335,7 +335,6 @@ class _Twin:
             events,
             trainer,
             engines,
-            sync="virtual",
         )
         assert workers.engine is not None
         await workers.engine.start()

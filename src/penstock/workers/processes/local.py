@@ -49,7 +49,6 @@ async def start(
         events,
         trainer,
         engines,
-        sync=kind,
         make_engine=make_engine,
         clean_up=clean_up,
     )

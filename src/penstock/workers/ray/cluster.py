@@ -149,7 +149,6 @@ async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers
         events,
         trainer,
         engines,
-        sync=actors.sync,
         make_engine=make_engine,
         clean_up=clean_up,
         copies=actors.copies,

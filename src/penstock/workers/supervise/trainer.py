@@ -13,15 +13,16 @@ import asyncio
 import contextlib
 import itertools
 import socket
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.config import Config, ParallelConfig
 from penstock.errors import WorkerDied, WrongStep
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.waits import end_all
+from penstock.workers.pool.pool import EnginePool
 from penstock.workers.supervise.supervised import Call, Restarts, Supervised, Worker, nothing
 
 _OTHERS_TIMEOUT_S = 30.0
@@ -191,11 +192,9 @@ class TrainerClient:
 class RestartingTrainer(TrainerClient):
     """A trainer whose calls are repeated on the restored worker after a death."""
 
-    def __init__(self, supervised: Supervised, *, announces: bool = False) -> None:
-        """announces: engines may read weights as soon as the worker begins to write them."""
+    def __init__(self, supervised: Supervised) -> None:
         super().__init__(self.call)
         self.supervised = supervised
-        self._announces = announces
         self._published: tuple[WeightHandle, Worker | None] | None = None  # newest, and its writer
         self._writing: asyncio.Task[WeightHandle] | None = None
         self._publishing = asyncio.Lock()
@@ -254,17 +253,14 @@ class RestartingTrainer(TrainerClient):
     async def publish(self) -> WeightHandle:
         """As soon as engines may begin to read; `train` waits for the rest of the writing."""
         await self._written()
-        handle: WeightHandle | None = None
-        if self._announces:
-            handle = await self.call("announce")
+        handle: WeightHandle | None = await self.call("announce")
         if handle is None:
             handle = await super().publish()
         else:
             writing = self.supervised.call("publish")
             self._writing = asyncio.create_task(writing, name="write weights")
             self._writing.add_done_callback(lambda task: task.cancelled() or task.exception())
-        if self._announces:
-            self._published = (handle, self.supervised.worker)
+        self._published = (handle, self.supervised.worker)
         return handle
 
     async def _written(self) -> None:
@@ -342,3 +338,114 @@ def reserve_port(address: str) -> socket.socket:
 def port_of(reserved: socket.socket) -> int:
     """The port that the socket has."""
     return int(reserved.getsockname()[1])
+
+
+T = TypeVar("T")
+
+
+class ColocatedTrainer(TrainerClient):
+    """A trainer that shares its GPUs with the engines: each offloads to the host while the other works.
+
+        engines: pause, sleep | trainer: wake, train, sleep | publish | engines: load, wake, resume
+
+    Running responses finish before the trainer takes the GPU and new ones wait, so no work is lost. If no
+    publication follows a step, the engines wake with the weights that they had. A trainer that is restarted
+    takes the GPU first. What is offloaded, and how, belongs to the parts.
+    """
+
+    def __init__(
+        self, trainer: RestartingTrainer, engines: EnginePool, publishes: Callable[[int], bool]
+    ) -> None:
+        """publishes: whether `publish` follows a step."""
+        super().__init__(trainer.call)
+        self._trainer, self._supervised = trainer, trainer.supervised
+        self._engines, self._publishes = engines, publishes
+        self._handover = asyncio.Lock()
+        self._engines_sleep = False
+        self._needs_gpu = False  # a call that needs the GPU is under way
+        self._restarting = False  # the worker needs the GPU to load the model and redo steps
+        self._weights_due = False  # the engines wake after they have loaded new weights
+
+    def restart_with(self, restore: Callable[[TrainerClient], Awaitable[None]]) -> None:
+        """From now on, restart a trainer that dies; it takes the GPU first."""
+        self._trainer.restart_with(restore, self._reserve_start, self._restarted)
+
+    async def restored(self) -> None:
+        await self._with_gpu(self._trainer.restored)
+        await self._release_gpu()
+
+    async def train(self, batch: Batch) -> StepReport:
+        report = await self._with_gpu(lambda: self._trainer.train(batch))
+        self._weights_due = self._publishes(batch.step)
+        await self._release_gpu()
+        return report
+
+    async def load(self, folder: str) -> tuple[int, str]:
+        identity = await self._with_gpu(lambda: self._trainer.load(folder))
+        await self._release_gpu()
+        return identity
+
+    async def publish(self) -> WeightHandle:
+        """Publish the weights. After a step, the engines wake when they have loaded them."""
+        handle = await self._trainer.publish()
+        if self._weights_due:
+            self._engines.after_next_update(self._wake_engines)
+        return handle
+
+    async def write_snapshot(self) -> None:
+        await self._trainer.write_snapshot()
+
+    async def request_stop(self) -> None:
+        await self._trainer.request_stop()
+
+    async def close(self) -> None:
+        await self._trainer.close()
+
+    async def _wake_engines(self) -> None:
+        self._weights_due = False
+        await self._release_gpu()
+
+    async def _with_gpu(self, act: Callable[[], Awaitable[T]]) -> T:
+        """Do `act` while the engines sleep; repeat it if the worker dies before it has offloaded."""
+        self._needs_gpu = True
+        try:
+            await self._acquire_gpu()
+            while True:
+                try:
+                    await self._supervised.call("wake")
+                    done = await act()
+                    await self._supervised.call("sleep")
+                    return done
+                except WorkerDied:
+                    await self._supervised.ready()
+        finally:
+            self._needs_gpu = False
+
+    async def _acquire_gpu(self) -> None:
+        async with self._handover:
+            await self._engines.release_gpu()
+            self._engines_sleep = True
+
+    async def _release_gpu(self) -> None:
+        """Let engines start and load; wake them, unless new weights are due first."""
+        async with self._handover:
+            if self._needs_gpu or self._restarting:
+                return  # that call or restart releases the GPU when it ends
+            self._engines.trainer_released_gpu()
+            if self._engines_sleep and not self._weights_due:
+                await self._engines.wake()
+                await self._engines.resume()
+                self._engines_sleep = False
+
+    @asynccontextmanager
+    async def _reserve_start(self) -> AsyncIterator[None]:
+        """Acquire the GPU for a restart; a starting engine that needs us meanwhile lends it."""
+        self._restarting = True
+        await self._acquire_gpu()
+        yield
+
+    async def _restarted(self) -> None:
+        if not self._needs_gpu:
+            await self._supervised.call("sleep")
+        self._restarting = False
+        await self._release_gpu()
