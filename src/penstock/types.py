@@ -139,6 +139,51 @@ _NO_IDS, _NO_LOGPROBS = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float3
 _NO_MASK = np.zeros(0, dtype=np.bool_)
 
 
+@pickled_by_position
+@dataclass(slots=True, frozen=True)
+class Choices:
+    """What an engine chose from in its passes over a sequence: one entry for each token but the last.
+
+    The pass of a token takes some experts in each layer, and samples the next token among those that top_k and
+    top_p leave.
+    """
+
+    num_kept: np.ndarray  # int32: how many tokens were left; 0: all, or not known
+    kept_ids: np.ndarray  # int32: their ids, ascending in each pass, one pass after another
+    experts: np.ndarray  # [passes, layers x experts of a token]: number + 1; 0: not known
+
+    def __len__(self) -> int:
+        return len(self.num_kept)
+
+    def __getitem__(self, passes: slice) -> Choices:
+        bounds = np.concatenate([[0], np.cumsum(self.num_kept)])
+        first, last, _ = passes.indices(len(self))
+        ids = self.kept_ids[bounds[first] : bounds[last]]
+        return Choices(self.num_kept[first:last], ids, self.experts[first:last])
+
+    @classmethod
+    def unknown(cls, passes: int) -> Choices:
+        return cls(np.zeros(passes, np.int32), _NO_IDS, np.zeros((passes, 0), np.uint8))
+
+    @classmethod
+    def join(cls, parts: Iterable[tuple[Choices | None, int]]) -> Choices | None:
+        """Parts of a sequence, each with its number of passes; None: nothing is known of any."""
+        pairs = list(parts)
+        if all(part is None for part, _ in pairs):
+            return None
+        known = [cls.unknown(count) if part is None else part for part, count in pairs]
+        width = max(part.experts.shape[1] for part in known)
+        experts = [
+            part.experts if part.experts.shape[1] else np.zeros((len(part), width), np.uint8)
+            for part in known
+        ]
+        return cls(
+            np.concatenate([part.num_kept for part in known]),
+            np.concatenate([part.kept_ids for part in known]),
+            np.concatenate(experts),
+        )
+
+
 @dataclass(slots=True, frozen=True)
 class Row:
     """One training sequence of a rollout: its own prompt, then `length` of its response tokens."""
@@ -161,6 +206,7 @@ class ModelCall:
     messages: tuple[dict[str, Any], ...]  # what the request added to the parent's conversation
     answer: dict[str, Any]  # the assistant's message, as the agent got it
     tools: str = ""  # the tools of the request, as JSON
+    choices: Choices | None = None  # of its passes: those that its parent had not made
 
     def __post_init__(self) -> None:
         lengths = {len(self.logprobs), sum(segment.length for segment in self.segments)}
@@ -190,6 +236,7 @@ class Rollout:
     segments: tuple[VersionSegment, ...] = ()  # versions of the response tokens, run-length encoded
     rows: tuple[Row, ...] = ()  # empty: one row, `prompt_ids` and the whole response
     earned: tuple[tuple[int, float], ...] = ()  # (tokens, reward earned before they were sampled)
+    choices: Choices | None = None  # of all rows, one after another; None: not recorded
     temperature: float = 1.0
     min_tokens: int = 0  # the first so many tokens were sampled without the end tokens
     status: Status = Status.INIT
@@ -210,6 +257,13 @@ class Rollout:
         in_rows = sum(row.length for row in self.rows) if self.rows else length
         in_earned = sum(tokens for tokens, _ in self.earned) if self.earned else length
         same = in_segments == in_rows == in_earned == length
+        if self.choices is not None:
+            passes = sum(self._passes())
+            if len(self.choices) != passes:
+                raise ValueError(
+                    f"rollout {self.rollout_id}: got choices of {len(self.choices)} passes, allowed: {passes} "
+                    "(the tokens of each row but its last)"
+                )
         if same and len(self.logprobs) == len(self.loss_mask) == length:
             return
         lengths = {
@@ -228,9 +282,19 @@ class Rollout:
     check = __post_init__
 
     def append(
-        self, token_ids: np.ndarray, logprobs: np.ndarray, segments: Sequence[VersionSegment]
+        self,
+        token_ids: np.ndarray,
+        logprobs: np.ndarray,
+        segments: Sequence[VersionSegment],
+        choices: Choices | None = None,
     ) -> None:
-        """Add tokens that the policy sampled; `segments` cover only the new tokens."""
+        """Add tokens that the policy sampled; `segments` and `choices` cover only the new ones."""
+        if len(token_ids) and (choices is not None or self.choices is not None):
+            before, new = len(self.choices or ()), len(choices or ())
+            passes = len(self.prompt_ids) + len(self.response_ids) + len(token_ids) - 1
+            self.choices = Choices.join(
+                [(self.choices, before), (None, passes - before - new), (choices, new)]
+            )
         sampled = np.empty(len(token_ids), dtype=np.bool_)
         sampled.fill(True)
         if len(self.response_ids):
@@ -260,6 +324,20 @@ class Rollout:
             (row.prompt_ids, slice(end - row.length, end))
             for row, end in zip(self.rows, ends, strict=True)
         ]
+
+    def _passes(self) -> list[int]:
+        """The passes that sample each row: one for each of its tokens but the last."""
+        if not self.rows:
+            return [max(len(self.prompt_ids) + len(self.response_ids) - 1, 0)]
+        return [len(row.prompt_ids) + row.length - 1 for row in self.rows]
+
+    def row_choices(self) -> list[Choices | None]:
+        """The choices of each training row."""
+        passes = self._passes()
+        if self.choices is None:
+            return [None] * len(passes)
+        ends = np.cumsum(passes).tolist()
+        return [self.choices[end - count : end] for end, count in zip(ends, passes, strict=True)]
 
     @property
     def num_sampled(self) -> int:
@@ -300,7 +378,7 @@ class Rollout:
         """Drop the response, so that the rollout is generated from its prompt again."""
         self.move_to(Status.INIT)
         self.response_ids, self.logprobs, self.loss_mask = _NO_IDS, _NO_LOGPROBS, _NO_MASK
-        self.segments, self.rows, self.earned = (), (), ()
+        self.segments, self.rows, self.earned, self.choices = (), (), (), None
         self.finish_reason, self.text = "", ""
         self.score, self.error = None, ""
 
@@ -455,6 +533,9 @@ class Group:
                 parts.append(row.prompt_ids.astype("<i4", copy=False).tobytes())
             for tokens, before in rollout.earned:
                 parts.append(struct.pack("<Id", tokens, before))
+            if (chosen := rollout.choices) is not None:
+                arrays = (chosen.num_kept, chosen.kept_ids, chosen.experts)
+                parts += [array.tobytes() for array in arrays]
         return _FINGERPRINT + hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
 
 

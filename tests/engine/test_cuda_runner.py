@@ -31,9 +31,16 @@ class Done:
 class RunnerOnCpu(CudaRunner):
     """Sends tokens to the host without pinned memory."""
 
-    def _send(self, token_N: torch.Tensor, logprob_N: torch.Tensor, slots_N: np.ndarray) -> None:
+    def _send(
+        self,
+        token_N: torch.Tensor,
+        logprob_N: torch.Tensor,
+        slots_N: np.ndarray,
+        kept: list[np.ndarray] | None,
+    ) -> None:
         serial_N = self._serial[slots_N].copy()
-        self._pending.append(Launch(slots_N, serial_N, token_N.clone(), logprob_N.clone(), Done()))
+        tokens, logprobs = token_N.clone(), logprob_N.clone()
+        self._pending.append(Launch(slots_N, serial_N, tokens, logprobs, Done(), kept))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from penstock.model.sampling import (
+    MOST_KEPT,
     RowSampling,
     _first_past,
     filter_top_k_top_p,
@@ -57,7 +58,7 @@ def test_frequencies_are_those_of_the_distribution(vocabulary: int) -> None:
     logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(1))
     keys = np.full(draws, stream_key(3), np.uint64)
     uniform = torch.from_numpy(uniforms(keys, np.arange(draws)))
-    token, logprob = sample(
+    token, logprob, _ = sample(
         logits.expand(draws, -1),
         how(draws, uniform_N=uniform, temperature_N=torch.full((draws,), 0.7)),
     )
@@ -69,7 +70,7 @@ def test_frequencies_are_those_of_the_distribution(vocabulary: int) -> None:
 
 def test_greedy_is_judged_at_temperature_one() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]])
-    token, logprob = sample(logits, how(1, greedy_N=torch.tensor([True])))
+    token, logprob, _ = sample(logits, how(1, greedy_N=torch.tensor([True])))
     assert token.item() == 1
     assert logprob.item() == pytest.approx(logits.log_softmax(1)[0, 1].item(), abs=1e-6)
 
@@ -78,7 +79,7 @@ def test_filters_by_hand() -> None:
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(4, -1)
     top_k = torch.tensor([0, 2, 0, 3])
     top_p = torch.tensor([1.0, 1.0, 0.6, 0.5])
-    kept = filter_top_k_top_p(logits, top_k, top_p) > -torch.inf
+    kept = filter_top_k_top_p(logits, top_k, top_p)[0] > -torch.inf
     # last row: the top token holds 4/9 of the top three, below one half, so the second stays too
     assert kept.tolist() == [
         [True, True, True, True],
@@ -88,10 +89,30 @@ def test_filters_by_hand() -> None:
     ]
 
 
+def test_the_tokens_that_were_left_are_told() -> None:
+    logits = torch.tensor([[0.4, 0.1, 0.2, 0.3]]).log().expand(3, -1)
+    cuts = {"top_k_N": torch.tensor([0, 2, 0]), "top_p_N": torch.tensor([1.0, 1.0, 0.75])}
+    token, logprob, kept = sample(logits.clone(), how(3, [0.99, 0.99, 0.99], **cuts))
+    assert kept is not None
+    assert [ids.tolist() for ids in kept] == [[], [0, 3], [0, 2, 3]]
+    wanted = [0.3, 0.3 / 0.7, 0.3 / 0.9]
+    assert token.tolist() == [3, 3, 3]
+    assert logprob.exp().tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_no_more_tokens_are_left_than_a_record_holds() -> None:
+    logits = torch.zeros(2, MOST_KEPT + 500)
+    token, logprob, kept = sample(logits, how(2, [0.1, 0.999], top_p_N=torch.tensor([1.0, 0.99])))
+    assert kept is not None
+    assert [len(ids) for ids in kept] == [0, MOST_KEPT]
+    assert token[1].item() in kept[1]
+    assert logprob[1].item() == pytest.approx(-np.log(MOST_KEPT), abs=1e-5)
+
+
 def test_banned_tokens_are_never_sampled_and_the_rest_is_renormalised() -> None:
     logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
     banned = (torch.tensor([0]), torch.tensor([0]))
-    token, logprob = sample(logits, how(1, [0.1], banned=banned))
+    token, logprob, _ = sample(logits, how(1, [0.1], banned=banned))
     assert token.item() == 1
     assert logprob.item() == pytest.approx(np.log(0.5), abs=1e-6)
 
@@ -119,7 +140,7 @@ def test_a_prefix_sum_that_is_not_monotone_never_leads_outside() -> None:
 def test_logits_that_are_no_distribution_give_no_log_prob(wrong: float) -> None:
     logits = torch.zeros(3, 700)
     logits[1] = wrong
-    token, logprob = sample(logits, how(3))
+    token, logprob, _ = sample(logits, how(3))
     assert torch.isnan(logprob).tolist() == [False, True, False]
     assert int(token.min()) >= 0
     assert int(token.max()) < 700
@@ -131,7 +152,7 @@ def test_the_bits_of_a_row_do_not_depend_on_its_batch(vocabulary: int) -> None:
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(3000, vocabulary, generator=draw) * 4
     uniform = torch.rand(3000, generator=draw).tolist()
-    token, logprob = sample(logits.clone(), how(3000, uniform))
+    token, logprob, _ = sample(logits.clone(), how(3000, uniform))
     for size in (1, 3):
         for first in range(0, 3000, size):
             rows = slice(first, first + size)

@@ -21,7 +21,7 @@ from penstock.config.source import load_config
 from penstock.errors import UserError
 from penstock.inspection.rollout_viewer import show_rollouts
 from penstock.run import entry
-from penstock.run.session import train_new
+from penstock.run.session import replay_run, train_new
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 from stages.rewards import ODD_REWARD
@@ -222,6 +222,24 @@ def test_a_ratio_is_one_where_min_tokens_bans_the_end(tmp_path: Path) -> None:
     with closing(Journal.open(run.journal, readonly=True)) as journal:
         group = journal.group(journal.query("SELECT group_id FROM groups LIMIT 1")[0][0])
     assert {rollout.min_tokens for rollout in group.rollouts} == {24}
+
+
+def test_a_ratio_is_one_where_top_k_and_top_p_cut_the_distribution(tmp_path: Path) -> None:
+    """The trainer scores among the tokens that were left, also after the journal: a replay is exact."""
+    words = ("train.steps=2", "produce.strategy=sync", "eval.tasks={}", "sampling.temperature=1.5")
+    run = train(tmp_path, "cut", *words, "sampling.top_k=12", "sampling.top_p=0.9")
+    for line in metrics(run):
+        assert line["mismatch/kl"] < 1e-8
+        assert line["ratio/max"] == pytest.approx(1.0, abs=1e-3)
+        assert line["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
+    with closing(Journal.open(run.journal, readonly=True)) as journal:
+        group = journal.group(journal.query("SELECT group_id FROM groups LIMIT 1")[0][0])
+    for rollout in group.rollouts:
+        assert rollout.choices is not None
+        assert not rollout.choices.num_kept[: len(rollout.prompt_ids) - 1].any()
+        assert rollout.choices.num_kept[-len(rollout.response_ids) :].min() > 0
+        assert rollout.choices.num_kept.max() <= 12
+    replay_run(run, to_step=None, algorithm=None, overrides=[])
 
 
 def test_what_a_user_should_know_is_said_once_before_the_first_step(

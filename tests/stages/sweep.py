@@ -33,6 +33,7 @@ from penstock.training.parallel.ranks import Ranks, rank_share
 from penstock.training.ptx import text_group
 from penstock.types import (
     Batch,
+    Choices,
     Group,
     Prompt,
     Rollout,
@@ -364,6 +365,7 @@ class Engines:
                 logprobs=generation.logprobs,
                 loss_mask=np.ones(len(generation.token_ids), dtype=bool),
                 segments=(VersionSegment(STEP - 1, len(generation.token_ids)),),
+                choices=generation.choices,
                 temperature=sampling.temperature,
                 min_tokens=sampling.min_tokens,
                 finish_reason="stop",
@@ -427,6 +429,9 @@ def _split(rollout: Rollout) -> None:
     rollout.rows = tuple(
         Row(whole[: first + start], stop - start) for start, stop in itertools.pairwise(cuts)
     )
+    if rollout.choices is not None:
+        passes = [first + stop - 1 for stop in cuts[1:]]
+        rollout.choices = Choices.join((rollout.choices[:count], count) for count in passes)
     rollout.loss_mask = rollout.loss_mask.copy()
     rollout.loss_mask[2] = False
 

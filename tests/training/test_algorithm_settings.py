@@ -91,13 +91,12 @@ def test_a_correction_is_a_decoupled_objective() -> None:
         ({"engine": {"name": "vllm"}}, "token_truncate"),
         ({"engine": {"name": "openai"}}, "token_truncate"),
         ({"engine": {"name": "mine:Engine"}}, "token_truncate"),
-        ({"sampling": {"top_p": 0.9}}, "token_truncate"),
-        ({"tasks": {"a": {}, "b": {"sampling": {"top_k": 5}}}}, "token_truncate"),
+        ({"sampling": {"top_p": 0.9}}, "none"),
         ({"engine": {"name": "vllm"}, "algorithm": {"correction": {"kind": "none"}}}, "none"),
         ({"algorithm": {"name": "gspo"}}, "token_truncate"),
         ({"algorithm": {"name": "gspo", "correction": {"kind": "none"}}}, "none"),
         ({"algorithm": {"name": "rloo"}, "engine": {"name": "vllm"}}, "sequence_truncate"),
-        ({"algorithm": {"name": "rloo"}, "sampling": {"top_p": 0.9}}, "token_truncate"),
+        ({"algorithm": {"name": "rloo"}, "sampling": {"top_p": 0.9}}, "sequence_truncate"),
     ],
 )
 def test_a_run_is_corrected_where_engine_and_trainer_differ(fields, correction) -> None:
@@ -150,7 +149,11 @@ def test_dual_clip_is_on_and_can_be_turned_off() -> None:
             ["algorithm.normalize", "batch_rewards", "baseline none"],
         ),
         (
-            {"algorithm": {"correction": {"newest": "trainer"}}, "sampling": {"top_p": 0.9}},
+            {
+                "algorithm": {"correction": {"newest": "trainer"}},
+                "sampling": {"top_p": 0.9},
+                "engine": {"name": "vllm"},
+            },
             ["algorithm.correction.newest", "top_p", "engine"],
         ),
     ],
@@ -181,7 +184,11 @@ def test_values_out_of_range_do_not_become_a_config(fields) -> None:
     ("fields", "words"),
     [
         (
-            {"sampling": {"top_p": 0.9}, "algorithm": {"correction": {"kind": "sequence_mask"}}},
+            {
+                "sampling": {"top_p": 0.9},
+                "engine": {"name": "vllm"},
+                "algorithm": {"correction": {"kind": "sequence_mask"}},
+            },
             ["sequence_mask", "top_p", "token_truncate"],
         ),
         ({"algorithm": {"name": "reinforce"}}, ["reinforce", "produce.max_staleness=0"]),

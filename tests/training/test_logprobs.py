@@ -4,6 +4,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,12 +17,21 @@ from penstock.training.logprobs import (
     _banned_here,
     token_logprobs,
 )
+from penstock.training.pack import Kept
 from penstock.training.parallel.ranks import Axis
 from penstock.training.policy import Policy
 from stages.training_data import tiny_model
 
 
-def full_logprobs(hidden, weight, bias, targets, temperatures, rule, banned=None):
+def some_kept(targets):
+    """Every other token was sampled among its own id and two more."""
+    rows = [
+        sorted({int(target), 2, 5}) if number % 2 else [] for number, target in enumerate(targets)
+    ]
+    return Kept(np.cumsum([0, *map(len, rows)]), torch.tensor([n for row in rows for n in row]))
+
+
+def full_logprobs(hidden, weight, bias, targets, temperatures, rule, banned=None, kept=None):
     logits = torch.nn.functional.linear(hidden, weight, bias) * rule.scale
     if rule.softcap is not None:
         logits = rule.softcap * torch.tanh(logits / rule.softcap)
@@ -31,6 +41,10 @@ def full_logprobs(hidden, weight, bias, targets, temperatures, rule, banned=None
         logits = torch.where(
             early[:, None] & torch.isin(torch.arange(11), torch.tensor(ids)), -torch.inf, logits
         )
+    for row, ids in enumerate(np.split(kept.ids_M.numpy(), kept.bounds_N1[1:-1]) if kept else ()):
+        if len(ids):
+            without = ~torch.isin(torch.arange(11), torch.tensor(ids))
+            logits = torch.where((torch.arange(13) == row)[:, None] & without, -torch.inf, logits)
     log_all = torch.log_softmax(logits, -1)
     entropies = -(log_all.exp() * log_all.clamp(min=-1e300)).sum(-1)
     return log_all.gather(-1, targets[:, None]).squeeze(-1), entropies
@@ -46,20 +60,23 @@ def case(bias: bool):
     return hidden, weight, offset, targets, temperatures
 
 
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.3), LogitRule(softcap=2.0)])
-@pytest.mark.parametrize("bans", [False, True])
-def test_equal_to_full_logits(monkeypatch, kept, chunk, bias, rule, bans) -> None:
-    monkeypatch.setattr(logprobs, "KEEP_ELEMENTS_CPU", 1 << 20 if kept else 0)
+@pytest.mark.parametrize(
+    ("bans", "cuts"), [(False, False), (True, False), (False, True), (True, True)]
+)
+def test_equal_to_full_logits(monkeypatch, stored, chunk, bias, rule, bans, cuts) -> None:
+    monkeypatch.setattr(logprobs, "KEEP_ELEMENTS_CPU", 1 << 20 if stored else 0)
     monkeypatch.setattr(logprobs, "BLOCK_ELEMENTS", 25)  # two rows at a time
     inputs, banned = case(bias), None
     if bans:  # two end tokens that were not allowed for every third token
         inputs[3].clamp_(max=8)
         banned = (torch.arange(13) % 3 == 0, [9, 10])
-    got, entropies = token_logprobs(*inputs, rule, chunk, banned=banned)
-    expected, expected_entropies = full_logprobs(*inputs, rule, banned)
+    kept = some_kept(inputs[3]) if cuts else None
+    got, entropies = token_logprobs(*inputs, rule, chunk, banned=banned, kept=kept)
+    expected, expected_entropies = full_logprobs(*inputs, rule, banned, kept)
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(entropies, expected_entropies)
     assert not entropies.requires_grad
@@ -119,7 +136,10 @@ def test_slices_of_the_vocabulary_give_what_the_whole_gives(monkeypatch, rule, b
     banned = (torch.arange(13) % 3 == 0, [4, 9, 10]) if bans else None
     if bans:
         targets = torch.where(torch.isin(targets, torch.tensor([4, 9, 10])), 3, targets)
-    expected, entropies = full_logprobs(hidden, weight, bias, targets, temperatures, rule, banned)
+    kept = None if bans else some_kept(targets)
+    expected, entropies = full_logprobs(
+        hidden, weight, bias, targets, temperatures, rule, banned, kept
+    )
     factors = torch.randn(13, dtype=torch.float64)
     grads = torch.autograd.grad((expected * factors).sum(), [hidden, weight, bias])
 
@@ -129,7 +149,9 @@ def test_slices_of_the_vocabulary_give_what_the_whole_gives(monkeypatch, rule, b
             one.detach().clone().requires_grad_() for one in (hidden, weight[part], bias[part])
         ]
         share = VocabularySlice(first=6 * rank, largest=6, axis=Axis(rank, 2))
-        got = token_logprobs(*leaves, targets, temperatures, rule, banned=banned, share=share)
+        got = token_logprobs(
+            *leaves, targets, temperatures, rule, banned=banned, kept=kept, share=share
+        )
         return part, got, torch.autograd.grad((got[0] * factors).sum(), leaves)
 
     for part, got, own in Meeting(monkeypatch).run(of_rank):

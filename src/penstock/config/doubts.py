@@ -16,10 +16,10 @@ def doubts(config: Config) -> list[str]:
     lines = []
     for task in config.tasks:
         produce, sampling = config.task_produce(task), config.task_sampling(task)
-        if sampling.cuts_tokens:
+        if config.hides_cuts(task):
             lines.append(
                 f"tasks.{task}: top_k {sampling.top_k} and top_p {sampling.top_p} cut tokens that the trainer "
-                "counts, and importance weights have to make up for it: leave both off, or watch mismatch/kl"
+                "counts, as only engine transformers says which: leave both off, or watch mismatch/kl"
             )
         lines += [f"tasks.{task}: {line}" for line in _without_effect(config, produce)]
     lines += _behind_a_switch(config)

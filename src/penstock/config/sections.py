@@ -205,7 +205,7 @@ class SamplingConfig(Section):
 
     @property
     def cuts_tokens(self) -> bool:
-        """Whether some tokens are never sampled, so that the trainer's distribution is another one."""
+        """Whether some tokens are never sampled."""
         return self.top_k > 0 or self.top_p < 1
 
 
@@ -305,7 +305,7 @@ class CorrectionConfig(Section):
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "auto"
     """Importance correction for the gap between the behaviour policy and the trainer; auto: the algorithm's own,
-    else token_truncate with decoupled, another engine than transformers, top_k or top_p, else none."""
+    else token_truncate with decoupled or another engine than transformers, else none."""
     cap: float = Field(2.0, gt=0)
     """Largest importance weight (truncate) or the bound past which tokens are masked (mask)."""
     floor: float = Field(0.0, ge=0)

@@ -143,6 +143,15 @@ class Config(Section):
         plain = [self.engine] if sum(k.count for k in kinds) < self.launch.num_producers else []
         return plain + [self.engine_of_kind(place) for place in range(len(kinds))]
 
+    @property
+    def has_own_engines(self) -> bool:
+        """Whether all engines are Penstock's: they compute as the trainer does, and record what they chose from."""
+        return all(engine.name == "transformers" for engine in self.engine_kinds())
+
+    def hides_cuts(self, task: str) -> bool:
+        """Whether the trainer does not learn which tokens a task's top_k or top_p left."""
+        return self.task_sampling(task).cuts_tokens and not self.has_own_engines
+
     def pool_engine(self) -> EngineConfig:
         """[engine] as the pool reads it: if engines differ, each is asked how many slots it has."""
         if not self.launch.producer_kinds:

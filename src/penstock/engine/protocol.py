@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 import numpy as np
 
 from penstock.errors import UserError
-from penstock.types import VersionSegment, WeightHandle, pickled_by_position
+from penstock.types import Choices, VersionSegment, WeightHandle, pickled_by_position
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +77,8 @@ class Generation:
     segments: tuple[VersionSegment, ...]  # versions of the new tokens
     finish_reason: FinishReason
     error: str = ""  # the cause, if finish_reason is "error"
+    # of the passes that the request had not made before; None: the engine records none
+    choices: Choices | None = None
 
 
 class Generations(list[Generation]):
@@ -95,6 +97,7 @@ class Generations(list[Generation]):
                 unique.setdefault(generation.segments, generation.segments),
                 generation.finish_reason,
                 generation.error,
+                generation.choices,
             )
             for generation in self
         ]
@@ -102,16 +105,18 @@ class Generations(list[Generation]):
 
 
 def _split_generations(
-    rows: list[tuple[str, int, tuple[VersionSegment, ...], FinishReason, str]],
+    rows: list[tuple[str, int, tuple[VersionSegment, ...], FinishReason, str, Choices | None]],
     id_bytes: bytes,
     logprob_bytes: bytes,
 ) -> Generations:
     """Generations whose arrays cannot be written: a rollout keeps them without a copy."""
     ids, logprobs = np.frombuffer(id_bytes, np.int32), np.frombuffer(logprob_bytes, np.float32)
     generations, start = Generations(), 0
-    for name, length, segments, reason, error in rows:
+    for name, length, segments, reason, error, choices in rows:
         place = slice(start, start := start + length)
-        generations.append(Generation(name, ids[place], logprobs[place], segments, reason, error))
+        generations.append(
+            Generation(name, ids[place], logprobs[place], segments, reason, error, choices)
+        )
     return generations
 
 

@@ -20,6 +20,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _BITS = 23  # few enough that u * total < total in float32
 _BLOCK = 256  # columns per block of the two-level inverse CDF
+MOST_KEPT = 4096  # tokens that top_k or top_p leave at most: they travel with each sampled token
 
 
 # ---- uniform numbers
@@ -77,9 +78,12 @@ class RowSampling:
     banned: tuple[torch.Tensor, torch.Tensor] | None = None  # (row, token) pairs not to sample
 
 
-def sample(logits_NV: torch.Tensor, how: RowSampling) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(
+    logits_NV: torch.Tensor, how: RowSampling
+) -> tuple[torch.Tensor, torch.Tensor, list[np.ndarray] | None]:
     """int64 tokens [N] and their float32 log-probs under the distribution they came from.
 
+    Also the ids that top_k and top_p left in each row, ascending; [] in a row without them, None if all are.
     A row whose logits are no distribution (NaN, +inf, or none finite) gets log-prob NaN.
     """
     scaled_NV = logits_NV.float()
@@ -89,9 +93,10 @@ def sample(logits_NV: torch.Tensor, how: RowSampling) -> tuple[torch.Tensor, tor
     if how.banned is not None:
         allowed = scaled_NV[how.banned]
         scaled_NV[how.banned] = -torch.inf
-    chosen_NV = scaled_NV
+    chosen_NV, kept = scaled_NV, None
     if how.top_k_N is not None or how.top_p_N is not None:
-        chosen_NV = filter_top_k_top_p(scaled_NV, how.top_k_N, how.top_p_N)
+        chosen_NV, cut_N = filter_top_k_top_p(scaled_NV, how.top_k_N, how.top_p_N)
+        kept = _ids_of(cut_N[:, None] & (chosen_NV > -torch.inf))
     peak_N1 = chosen_NV.amax(dim=-1, keepdim=True)
     weights_NV = chosen_NV - peak_N1
     exp_into(weights_NV, weights_NV)  # one exponential per logit
@@ -101,7 +106,13 @@ def sample(logits_NV: torch.Tensor, how: RowSampling) -> tuple[torch.Tensor, tor
     logprob_N = (chosen_NV.gather(1, token_N[:, None]) - peak_N1)[:, 0] - total_N.log()
     if allowed is not None:
         scaled_NV[how.banned] = allowed  # the caller may sample from these logits again
-    return token_N, logprob_N
+    return token_N, logprob_N, kept
+
+
+def _ids_of(kept_NV: torch.Tensor) -> list[np.ndarray]:
+    """The columns that are set in each row."""
+    row_M, id_M = kept_NV.nonzero().to(torch.int32).cpu().numpy().T
+    return np.split(id_M, np.searchsorted(row_M, np.arange(1, len(kept_NV))))
 
 
 def pick(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,20 +160,27 @@ def _first_past(
 
 def filter_top_k_top_p(
     scaled_NV: torch.Tensor, top_k_N: torch.Tensor | None, top_p_N: torch.Tensor | None
-) -> torch.Tensor:
-    """Set logits to -inf outside the top k, then outside the smallest set that holds top_p."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Set logits to -inf outside the top k, then outside the smallest set that holds top_p.
+
+    At most MOST_KEPT tokens are left. The second result says which rows have a top k or a top p.
+    """
     sorted_NV, order_NV = scaled_NV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(scaled_NV.shape[-1], device=scaled_NV.device)
+    cut_N = torch.zeros_like(order_NV[:, 0], dtype=torch.bool)
     if top_k_N is not None:
-        limit_N = torch.where(top_k_N > 0, top_k_N, scaled_NV.shape[-1])
-        sorted_NV = sorted_NV.masked_fill(rank_V[None, :] >= limit_N[:, None], -torch.inf)
+        cut_N = top_k_N > 0
+        outside_NV = (rank_V[None, :] >= top_k_N[:, None]) & cut_N[:, None]
+        sorted_NV = sorted_NV.masked_fill(outside_NV, -torch.inf)
     if top_p_N is not None:
         probs_NV = sorted_NV.softmax(dim=-1)
         before_NV = probs_NV.cumsum(dim=-1) - probs_NV
         outside_NV = (before_NV >= top_p_N[:, None]) & (top_p_N < 1)[:, None]
         outside_NV[:, 0] = False
         sorted_NV = sorted_NV.masked_fill(outside_NV, -torch.inf)
-    return torch.empty_like(sorted_NV).scatter_(1, order_NV, sorted_NV)
+        cut_N = cut_N | (top_p_N < 1)
+    sorted_NV[:, MOST_KEPT:].masked_fill_(cut_N[:, None], -torch.inf)
+    return torch.empty_like(sorted_NV).scatter_(1, order_NV, sorted_NV), cut_N
 
 
 # ---- exponentials on a CPU, for engine and trainer: the costliest arithmetic besides the matrix products

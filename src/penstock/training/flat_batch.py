@@ -16,7 +16,7 @@ import numpy as np
 from penstock.config import Config
 from penstock.data.sampler import stable_hash
 from penstock.training.algo.settings import AlgorithmSettings
-from penstock.types import Group, Rollout, staleness
+from penstock.types import Choices, Group, Rollout, staleness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class FlatBatch:
     rollouts: tuple[Rollout, ...]
     token_ids: tuple[np.ndarray, ...]  # prompt and response of each row
     predictors: tuple[np.ndarray, ...]  # of each row: positions whose next token is trained
+    choices: tuple[Choices | None, ...]  # of each row: what its tokens were chosen from
     rollout_S: np.ndarray  # which rollout each row belongs to
     bounds_S1: np.ndarray  # trained tokens of row s are bounds[s] .. bounds[s + 1]
     group_R: np.ndarray  # which group each rollout belongs to
@@ -63,6 +64,7 @@ class FlatBatch:
             rollouts=rollouts,
             token_ids=tuple(ids for parts in rows for ids, _ in parts),
             predictors=predictors,
+            choices=tuple(part for rollout in rollouts for part in rollout.row_choices()),
             rollout_S=np.repeat(np.arange(len(rollouts)), num_rows_R),
             bounds_S1=np.cumsum([0, *(len(predictor) for predictor in predictors)]),
             group_R=group_R,

@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 
 from penstock.model.families import Family
 from penstock.model.sampling import exp_into
+from penstock.training.pack import Kept
 from penstock.training.parallel.collectives import all_max, all_sum
 from penstock.training.parallel.ranks import Axis
 
@@ -78,12 +79,14 @@ def token_logprobs(
     rule: LogitRule = PLAIN_LOGITS,
     chunk_tokens: int | None = None,
     banned: tuple[Tensor, Sequence[int]] | None = None,
+    kept: Kept | None = None,
     share: VocabularySlice | None = None,
     add_to: AddProduct | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of each target, entropy of each distribution) at the tokens' temperatures.
 
-    `banned` holds a flag for each token, and ids that have no probability where the flag is set. With
+    `banned` holds a flag for each token, and ids that have no probability where the flag is set; `kept` the only
+    ids that have one. With
     a `share`, `weight_VD` and `bias_V` are this rank's slice, and hidden states are equal on all ranks.
     Entropies are for metrics and carry no gradient. With `add_to`, the weight itself gets no gradient.
     """
@@ -104,6 +107,7 @@ def token_logprobs(
         rule,
         chunk_tokens,
         _banned_here(banned, weight_VD, first),
+        None if kept is None else Kept(kept.bounds_N1, kept.ids_M - first),
         None if share is None else share.axis,
         add_to,
     )
@@ -140,6 +144,7 @@ class _TokenLogprobs(torch.autograd.Function):
         rule: LogitRule,
         chunk_tokens: int,
         banned: tuple[Tensor, Tensor] | None,
+        kept: Kept | None,
         axis: Axis | None,
         add_to: AddProduct | None,
     ) -> tuple[Tensor, Tensor]:
@@ -148,7 +153,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs_N = torch.empty(count, dtype=exact, device=hidden_ND.device)
         entropies_N = torch.empty_like(logprobs_N)
         keep = any(ctx.needs_input_grad[:3]) and axis is None and _fits(hidden_ND, vocabulary)
-        score_chunk = _chunk_function(hidden_ND, axis)
+        score_chunk = _chunk_function(hidden_ND, axis, kept)
         if keep and score_chunk is not chunk_logprobs:
             chunk_tokens = max(count, 1)  # in place: one chunk needs no more memory than many
         gradients: list[Tensor] = []
@@ -164,12 +169,13 @@ class _TokenLogprobs(torch.autograd.Function):
                 _part(banned, part),
                 keep,
                 axis,
+                **_kept_part(kept, part),
             )
             if gradient_CV is not None:
                 gradients.append(gradient_CV)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, temperatures_N, *gradients)
         ctx.rule, ctx.chunk_tokens, ctx.banned, ctx.axis = rule, chunk_tokens, banned, axis
-        ctx.add_to = add_to
+        ctx.add_to, ctx.kept = add_to, kept
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_N, entropies_N
 
@@ -181,7 +187,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight_VD: Tensor | None = None
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
         count, chunk = len(hidden_ND), ctx.chunk_tokens
-        score_chunk = _chunk_function(hidden_ND, ctx.axis)
+        score_chunk = _chunk_function(hidden_ND, ctx.axis, ctx.kept)
         for index, start in enumerate(range(0, count, chunk)):
             part = slice(start, start + chunk)
             factor_C1 = factor_N[part, None]
@@ -197,6 +203,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     _part(ctx.banned, part),
                     True,
                     ctx.axis,
+                    **_kept_part(ctx.kept, part),
                 )
             grad_hidden_ND[part] = (gradient_CV @ weight_VD) * factor_C1
             if grad_bias_V is not None:
@@ -215,7 +222,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         if ctx.axis is not None:
             grad_hidden_ND = all_sum(grad_hidden_ND, ctx.axis)
-        return grad_hidden_ND, grad_weight_VD, grad_bias_V, *(None,) * 7
+        return grad_hidden_ND, grad_weight_VD, grad_bias_V, *(None,) * 8
 
 
 def warm_up(
@@ -244,10 +251,13 @@ def warm_up(
 
 
 def _chunk_function(
-    hidden_ND: Tensor, axis: Axis | None
+    hidden_ND: Tensor, axis: Axis | None, kept: Kept | None
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
-    """How a chunk's logits become log-probs: in place, if there is a way and no rank is asked."""
-    if axis is not None:
+    """How a chunk's logits become log-probs: in place, if there is a way and no rank is asked.
+
+    The kernel knows no kept tokens: plain torch scores them.
+    """
+    if axis is not None or (kept is not None and hidden_ND.is_cuda):
         return chunk_logprobs
     if hidden_ND.is_cpu and hidden_ND.dtype in (torch.float32, torch.float64):
         return chunk_logprobs_
@@ -271,6 +281,26 @@ def _part(banned: tuple[Tensor, Tensor] | None, part: slice) -> tuple[Tensor, Te
     return None if banned is None else (banned[0][part], banned[1])
 
 
+def _kept_part(kept: Kept | None, part: slice) -> dict[str, Kept]:
+    if kept is None:
+        return {}
+    count = len(kept.bounds_N1) - 1
+    return {"kept": kept[min(part.start, count) : min(part.stop, count)]}
+
+
+def without_chance(
+    banned: tuple[Tensor, Tensor] | None, kept: Kept | None, like_CV: Tensor
+) -> Tensor | None:
+    """bool [tokens, vocabulary]: what no token was sampled from; None: it was from all."""
+    vocabulary = like_CV.shape[1]
+    dropped_CV = None if kept is None else kept.dropped(vocabulary)
+    if banned is not None:
+        column_V1 = torch.arange(vocabulary, device=like_CV.device)[:, None]
+        early_CV = banned[0][:, None] & (column_V1 == banned[1]).any(1)[None, :]
+        dropped_CV = early_CV if dropped_CV is None else dropped_CV | early_CV
+    return dropped_CV
+
+
 def chunk_logprobs(
     raw_CV: Tensor,
     targets_C: Tensor,
@@ -280,6 +310,7 @@ def chunk_logprobs(
     banned: tuple[Tensor, Tensor] | None,
     gradient: bool,
     axis: Axis | None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(log-probs, entropies, gradient or None) of one chunk; with an axis, over its ranks.
 
@@ -294,10 +325,9 @@ def chunk_logprobs(
     logits_CV = capped_CV
     if not (raw_CV.is_cpu and bool((temperatures_C == 1).all())):  # a pass over all logits
         logits_CV = capped_CV / temperatures_C[:, None]
-    if banned is not None:
-        column_V1 = torch.arange(logits_CV.shape[1], device=logits_CV.device)[:, None]
-        hit_V = (column_V1 == banned[1]).any(1)
-        logits_CV = logits_CV.masked_fill(banned[0][:, None] & hit_V[None, :], NO_CHANCE)
+    dropped_CV = without_chance(banned, kept, logits_CV)
+    if dropped_CV is not None:
+        logits_CV = logits_CV.masked_fill(dropped_CV, NO_CHANCE)
     peak_C1 = logits_CV.amax(-1, keepdim=True)
     shifted_CV = logits_CV - (peak_C1 if axis is None else all_max(peak_C1, axis))
     weight_CV = shifted_CV.exp()  # the costliest operation on a CPU: once per logit
@@ -368,6 +398,7 @@ def chunk_logprobs_(
     banned: tuple[Tensor, Tensor] | None,
     gradient: bool,
     axis: None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute `chunk_logprobs` on a CPU, a few rows at a time, for rows that no ranks share.
 
@@ -394,6 +425,8 @@ def chunk_logprobs_(
             rows_BV.div_(temperatures_C[part, None])
         if banned is not None:
             rows_BV[banned[0][part].nonzero(), banned[1]] = NO_CHANCE
+        if kept is not None:
+            rows_BV.masked_fill_(kept[start : start + len(rows_BV)].dropped(vocabulary), NO_CHANCE)
         torch.sub(rows_BV, rows_BV.amax(-1, keepdim=True), out=shifted_BV)
         target_B1 = targets_C[part, None]
         chosen_B = shifted_BV.gather(-1, target_B1)[:, 0]

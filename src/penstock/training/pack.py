@@ -25,9 +25,38 @@ from penstock.model.packed_attention import Block, Copies, PackLayout, SharedKey
 from penstock.model.transfer import all_to_device
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.parallel.ranks import Ranks
+from penstock.types import Choices
 
 _WORTH = 16  # share a segment if that saves more than this part of its rows' tokens
 _LEAST_SHARED = 4  # join a row to a tree that has at least this part of its context
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The tokens that top_k and top_p left for each trained token to be sampled from; without any: all."""
+
+    bounds_N1: np.ndarray
+    ids_M: Tensor
+
+    def __getitem__(self, part: slice) -> Kept:
+        bounds = self.bounds_N1[part.start : part.stop + 1]
+        return Kept(bounds - bounds[0], self.ids_M[bounds[0] : bounds[-1]])
+
+    def select(self, own_N: np.ndarray) -> Kept:
+        """Those of some tokens."""
+        counts_N = np.diff(self.bounds_N1)
+        own_M = torch.from_numpy(np.repeat(own_N, counts_N)).to(self.ids_M.device)
+        return Kept(np.cumsum([0, *counts_N[own_N]]), self.ids_M[own_M])
+
+    def dropped(self, vocabulary: int) -> Tensor:
+        """bool [tokens, vocabulary]: what had no chance; ids outside are those of other ranks."""
+        counts_N, device = np.diff(self.bounds_N1), self.ids_M.device
+        row_M = torch.from_numpy(np.repeat(np.arange(len(counts_N)), counts_N)).to(device)
+        here_M = (self.ids_M >= 0) & (self.ids_M < vocabulary)
+        cut_N1 = torch.from_numpy(counts_N > 0).to(device)[:, None]
+        dropped_NV = cut_N1.repeat(1, vocabulary)
+        dropped_NV[row_M[here_M], self.ids_M[here_M]] = False
+        return dropped_NV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +72,7 @@ class Pack:
     token_N: np.ndarray  # number of each trained token in the batch's flat arrays
     index_N: Tensor  # the same on the device
     sequence_N: Tensor  # which rollout of the pack each token belongs to
+    kept: Kept | None = None  # None: every token was sampled from the whole vocabulary
 
 
 def join_by_context(
@@ -136,7 +166,9 @@ def make_packs(
     missing = int(ranks.max_of(len(bins))) - len(bins)
     for part in bins:
         numbers = [number for index in part for number in units[index]]
-        yield make_pack(numbers, rows, predictors, flat.bounds_S1, device, flat.rollout_S)
+        yield make_pack(
+            numbers, rows, predictors, flat.bounds_S1, device, flat.rollout_S, flat.choices
+        )
     for _ in range(missing):
         yield empty_pack(device)
 
@@ -195,11 +227,12 @@ def make_pack(
     first_token: Sequence[int] | np.ndarray,
     device: torch.device,
     owner: Sequence[int] | np.ndarray | None = None,
+    choices: Sequence[Choices | None] = (),
 ) -> Pack:
     """Pack the rows `numbers` of a batch.
 
-    `token_ids`, `predictors`, `first_token` (the number of its first trained token) and `owner` (the
-    number of its rollout; None: each row is one) hold one entry per row of the batch.
+    `token_ids`, `predictors`, `first_token` (the number of its first trained token), `owner` (the number of its
+    rollout; None: each row is one) and `choices` hold one entry per row of the batch.
     """
     ordered = sorted(numbers, key=lambda number: (len(token_ids[number]), number))
     segments, last_segment = _lay_out(ordered, token_ids, predictors)
@@ -239,7 +272,24 @@ def make_pack(
         token_N=token,
         index_N=index_N,
         sequence_N=sequence_N,
+        kept=_kept([(choices[n], predictors[n]) for n in ordered], device) if choices else None,
     )
+
+
+def _kept(rows: Sequence[tuple[Choices | None, np.ndarray]], device: torch.device) -> Kept | None:
+    """The tokens that were left to the predictors of rows."""
+    counts, parts = [], []
+    for choices, predictors in rows:
+        if choices is None:
+            counts.append(np.zeros(len(predictors), np.int32))
+            continue
+        counts.append(choices.num_kept[predictors])
+        is_trained = np.isin(np.arange(len(choices)), predictors)
+        parts.append(choices.kept_ids[np.repeat(is_trained, choices.num_kept)])
+    if not any(map(len, parts)):
+        return None
+    ids_M = torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+    return Kept(np.cumsum([0, *np.concatenate(counts)]), ids_M)
 
 
 def _lay_out(

@@ -168,10 +168,12 @@ class Policy(nn.Module):
         with torch.autocast(states.device.type, enabled=False):
             head = self._head_inputs(states)
             if terms.entropy:
-                entropies_N = entropies(head, temperatures_N, banned)
+                entropies_N = entropies(head, temperatures_N, banned, pack.kept)
             if terms.teacher is not None:
                 kind = terms.divergence
-                divergence_N = divergences(head, terms.teacher, kind, temperatures_N, banned)
+                divergence_N = divergences(
+                    head, terms.teacher, kind, temperatures_N, banned, pack.kept
+                )
         return logprobs_N, entropies_N, divergence_N
 
     def head_inputs(self, pack: Pack) -> HeadInputs:
@@ -266,6 +268,7 @@ class Policy(nn.Module):
                 temperatures_N,
                 self.rule,
                 banned=None if early_N is None else (early_N, self.end_ids),
+                kept=pack.kept,
                 share=self.head_share,
                 add_to=products.adder(head.weight) if isinstance(products, TrainProducts) else None,
             )

@@ -13,7 +13,7 @@ from penstock.data.chat import ChatTemplate
 from penstock.data.dataset import with_hint
 from penstock.training.algo.method import task_algorithms
 from penstock.training.policy import load_policy
-from penstock.types import Group
+from penstock.types import Choices, Group, Rollout
 
 
 def load_scorers(config: Config, dtype: torch.dtype) -> tuple[Any | None, dict[str, Any]]:
@@ -42,5 +42,16 @@ def with_hints(groups: Iterable[Group], config: Config, chat: ChatTemplate) -> I
         task = config.tasks[group.task]
         messages = with_hint(group.prompt, task.teacher_template)
         prompt_ids = chat.encode(messages, task.system_prompt, task.chat_template_kwargs)
-        rollouts = [replace(rollout, prompt_ids=prompt_ids) for rollout in group.rollouts]
+        rollouts = [
+            replace(rollout, prompt_ids=prompt_ids, choices=_moved(rollout, len(prompt_ids)))
+            for rollout in group.rollouts
+        ]
         yield replace(group, rollouts=rollouts)
+
+
+def _moved(rollout: Rollout, prompt_length: int) -> Choices | None:
+    """The choices of a response behind another prompt."""
+    if rollout.choices is None:
+        return None
+    own = rollout.choices[len(rollout.prompt_ids) - 1 :]
+    return Choices.join([(None, prompt_length - 1), (own, len(own))])

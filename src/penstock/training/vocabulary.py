@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from penstock.training.logprobs import NO_CHANCE, LogitRule
+from penstock.training.logprobs import NO_CHANCE, LogitRule, without_chance
+from penstock.training.pack import Kept
 
 CHUNK_ELEMENTS_CPU = 1 << 22
 CHUNK_ELEMENTS_GPU = 1 << 27
@@ -41,10 +42,13 @@ class VocabularyTerms:
 
 
 def entropies(
-    policy: HeadInputs, temperatures_N: Tensor, banned: tuple[Tensor, Sequence[int]] | None
+    policy: HeadInputs,
+    temperatures_N: Tensor,
+    banned: tuple[Tensor, Sequence[int]] | None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """The entropy of each token's distribution, with a gradient."""
-    return _over_chunks(policy, None, "entropy", temperatures_N, banned)
+    return _over_chunks(policy, None, "entropy", temperatures_N, banned, kept)
 
 
 def divergences(
@@ -53,9 +57,10 @@ def divergences(
     kind: str,
     temperatures_N: Tensor,
     banned: tuple[Tensor, Sequence[int]] | None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """Each token's divergence of policy and teacher, both at the token's temperature."""
-    return _over_chunks(policy, teacher, kind, temperatures_N, banned)
+    return _over_chunks(policy, teacher, kind, temperatures_N, banned, kept)
 
 
 def term(kind: str, policy_CV: Tensor, teacher_CV: Tensor | None) -> Tensor:
@@ -85,7 +90,9 @@ def _over_chunks(
     kind: str,
     temperatures_N: Tensor,
     banned: tuple[Tensor, Sequence[int]] | None,
+    kept: Kept | None,
 ) -> Tensor:
+    ids = None if banned is None else torch.tensor(banned[1], device=temperatures_N.device)
     heads = (policy,) if teacher is None else (policy, teacher)
     budget = CHUNK_ELEMENTS_GPU if policy.hidden_ND.is_cuda else CHUNK_ELEMENTS_CPU
     size = max(1, budget // len(policy.weight_VD))
@@ -96,8 +103,10 @@ def _over_chunks(
             _log_probs(tables[2 * n][part], tables[2 * n + 1], head, temperatures_N[part])
             for n, head in enumerate(heads)
         ]
-        if banned is not None:
-            logs = [_without(log_CV, banned[0][part], banned[1]) for log_CV in logs]
+        early = None if banned is None or ids is None else (banned[0][part], ids)
+        dropped_CV = without_chance(early, kept and kept[start : start + len(logs[0])], logs[0])
+        if dropped_CV is not None:
+            logs = [log.masked_fill(dropped_CV, NO_CHANCE).log_softmax(-1) for log in logs]
         return term(kind, logs[0], logs[1] if len(logs) > 1 else None)
 
     tables = [table for head in heads for table in (head.hidden_ND, head.weight_VD)]
@@ -117,11 +126,3 @@ def _log_probs(hidden_CD: Tensor, weight_VD: Tensor, head: HeadInputs, t_C: Tens
     if head.rule.softcap is not None:
         logits_CV = head.rule.softcap * torch.tanh(logits_CV / head.rule.softcap)
     return torch.log_softmax(logits_CV / t_C[:, None], -1)
-
-
-def _without(log_CV: Tensor, early_C: Tensor, ids: Sequence[int]) -> Tensor:
-    """The distributions without the end tokens, where a response was sampled without them."""
-    columns_V = torch.zeros(log_CV.shape[1], dtype=torch.bool, device=log_CV.device)
-    columns_V[list(ids)] = True
-    held_CV = log_CV.masked_fill(early_C[:, None] & columns_V[None, :], NO_CHANCE)
-    return torch.log_softmax(held_CV, -1)

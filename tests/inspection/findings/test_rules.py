@@ -75,7 +75,7 @@ ILLNESSES = [
      ["train.masters=dithered"]),
     ("kl_drift", {"kl/mean": falls(0.0, 0.8), "reward/mean": 0.4}, ["algorithm.kl_beta=0.01"],
      "0.8 nats of KL a token", ["algorithm.kl_beta=0.02"]),
-    ("mismatch", {"mismatch/kl": 0.2, "importance/ess": 0.6}, ["sampling.top_p=0.9"],
+    ("mismatch", {"mismatch/kl": 0.2, "importance/ess": 0.6}, ["sampling.top_p=0.9", "engine.name=vllm"],
      "mismatch/kl is 0.2; the importance weights are worth 60% of the samples",
      ["sampling.top_k=0", "sampling.top_p=1.0"]),
     ("mismatch", {"mismatch/kl": 0.2}, ["produce.max_staleness=4"], "is 0.2", ["produce.max_staleness=2"]),

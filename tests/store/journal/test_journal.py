@@ -32,7 +32,16 @@ from penstock.store.journal.codec import (
     encode_rollout,
 )
 from penstock.store.journal.schema import open_database
-from penstock.types import Group, Prompt, Rollout, Score, Status, StepReport, VersionSegment
+from penstock.types import (
+    Choices,
+    Group,
+    Prompt,
+    Rollout,
+    Score,
+    Status,
+    StepReport,
+    VersionSegment,
+)
 from stages.rollouts import finish_rollout, make_prompt, make_prompts
 
 
@@ -57,7 +66,20 @@ def assert_same(one: Group, two: Group) -> None:
             assert np.array_equal(left, right), name
         for name in Rollout.__slots__:
             if name not in ("prompt_ids", "response_ids", "logprobs", "loss_mask", "prompt"):
+                if name == "choices" and getattr(a, name) is not None:
+                    for field in ("num_kept", "kept_ids", "experts"):
+                        one, other = (getattr(x.choices, field) for x in (a, b))
+                        assert one.dtype == other.dtype
+                        assert np.array_equal(one, other)
+                    continue
                 assert getattr(a, name) == getattr(b, name), name
+
+
+def some_choices(passes: int) -> Choices:
+    counts = np.arange(passes, dtype=np.int32) % 3
+    kept = [1000 * np.arange(1, count + 1) + 7 for count in counts]
+    experts = (300 * np.arange(4 * passes) % 1000).astype(np.uint16).reshape(passes, 4)
+    return Choices(counts, np.concatenate([[], *kept]).astype(np.int32), experts)
 
 
 @st.composite
@@ -65,6 +87,7 @@ def rollouts(draw: st.DrawFn, rollout_id: str) -> Rollout:
     length = draw(st.integers(0, 9))
     cut = draw(st.integers(0, length))
     parts = [(1, cut), (3, length - cut)]
+    passes = len(make_prompt().token_ids) + length - 1
     score = Score(
         draw(st.floats(allow_nan=False)), {"part": 0.1}, draw(st.sampled_from([None, True])), False
     )
@@ -83,6 +106,7 @@ def rollouts(draw: st.DrawFn, rollout_id: str) -> Rollout:
         score=draw(st.sampled_from([None, score])),
         error=draw(st.text(max_size=5)),
         extra=draw(st.sampled_from([{}, {"turns": [1, 2], "note": "ä"}])),
+        choices=draw(st.sampled_from([None, some_choices(passes)])),
         issued_version=draw(st.integers(0, 9)),
     )
 
@@ -143,6 +167,9 @@ def test_the_tail_of_a_payload_is_the_json_of_its_values(score: Score) -> None:
     )
 
 
+IDS, ONES = np.arange(5, dtype=np.int32), np.ones(5, np.int32)
+
+
 def test_the_fingerprint_covers_all_that_a_trainer_reads() -> None:
     changes: list[Callable[[Rollout], None]] = [
         lambda rollout: setattr(rollout, "rollout_id", "t:0.9"),
@@ -155,6 +182,14 @@ def test_the_fingerprint_covers_all_that_a_trainer_reads() -> None:
         lambda rollout: setattr(rollout, "finish_reason", "length"),
         lambda rollout: setattr(rollout, "min_tokens", 2),
         lambda rollout: setattr(rollout, "score", Score(0.25)),
+        *(
+            lambda rollout, value=value: setattr(rollout, "choices", Choices(*value))
+            for value in (
+                (ONES, IDS, ONES[:, None]),
+                (ONES, IDS + 1, ONES[:, None]),
+                (ONES, IDS, IDS[:, None]),
+            )
+        ),
     ]
     found = {finished(0).fingerprint(), finished(1).fingerprint()}
     for change in changes:

@@ -362,8 +362,9 @@ class TransformersEngine:
             newest = running.pop()
             held -= int(table.length[newest.slot]) + 1
             ids, logprobs = table.output(newest.slot)
+            choices = self._live_runner.choices(newest.slot)
             self._live_runner.release(newest.slot)
-            newest.send_back(ids, logprobs)
+            newest.send_back(ids, logprobs, choices)
             self._waiting.appendleft(newest)
             self._expected_response *= _LONGER
         return False
@@ -384,12 +385,13 @@ class TransformersEngine:
             sequence.deliver(sequence.waiting(reason))
             return
         ids, logprobs = self._live_runner.table.output(sequence.slot)
+        choices = self._live_runner.choices(sequence.slot)
         self._live_runner.release(sequence.slot)
         length = len(sequence.request.response_ids) + len(ids)
         before = self._expected_response or length
         self._expected_response = before + _NEWEST_SHARE * (length - before)
         error = _NO_DISTRIBUTION if reason == "error" else ""
-        sequence.deliver(sequence.generation(ids, logprobs, reason, error))
+        sequence.deliver(sequence.generation(ids, logprobs, reason, error, choices))
 
     def _submit(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:

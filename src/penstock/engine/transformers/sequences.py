@@ -17,7 +17,7 @@ import torch
 
 from penstock.engine.protocol import FinishReason, Generation, GenerationRequest
 from penstock.model.sampling import RowSampling, stream_key, uniforms
-from penstock.types import VersionSegment, extend_segments
+from penstock.types import Choices, VersionSegment, extend_segments
 
 TextOf = Callable[[list[int]], str]  # decodes token ids
 Finished = list[tuple[int, FinishReason]]  # (slot, reason)
@@ -38,9 +38,10 @@ class Sequence:
     slot: int = -1  # -1: the request waits for a slot
     marks: list[tuple[int, int]] = field(default_factory=list)  # (new tokens so far, version)
     prompt_key: bytes = b""  # equal prompts have equal keys and share one prefill
-    # new tokens of its earlier turns in a slot, and their log-probs
+    # new tokens of its earlier turns in a slot, their log-probs, and what they were chosen from
     earlier_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     earlier_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    earlier_choices: Choices | None = None
 
     def __post_init__(self) -> None:
         if not len(self.request.response_ids):
@@ -55,8 +56,9 @@ class Sequence:
     def num_prefill_tokens(self) -> int:
         return len(self.request.prompt_ids) + len(self.request.response_ids)
 
-    def send_back(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+    def send_back(self, ids: np.ndarray, logprobs: np.ndarray, choices: Choices | None) -> None:
         """Leave the slot: the request goes on after these tokens when it has one again."""
+        self.earlier_choices = self._with_earlier(choices)
         self.earlier_ids = np.concatenate([self.earlier_ids, ids])
         self.earlier_logprobs = np.concatenate([self.earlier_logprobs, logprobs])
         response_ids = np.concatenate([self.request.response_ids, ids]).astype(np.int32)
@@ -83,8 +85,17 @@ class Sequence:
             segments = extend_segments(segments, version, max(0, min(end, num_new) - start))
         return segments
 
+    def _with_earlier(self, choices: Choices | None) -> Choices | None:
+        parts = [(part, len(part)) for part in (self.earlier_choices, choices) if part is not None]
+        return Choices.join(parts)
+
     def generation(
-        self, ids: np.ndarray, logprobs: np.ndarray, reason: FinishReason, error: str = ""
+        self,
+        ids: np.ndarray,
+        logprobs: np.ndarray,
+        reason: FinishReason,
+        error: str = "",
+        choices: Choices | None = None,
     ) -> Generation:
         """The answer: the tokens of its earlier turns in a slot, then these."""
         if len(self.earlier_ids):
@@ -97,6 +108,7 @@ class Sequence:
             segments=self.segments(len(ids)),
             finish_reason=reason,
             error=error,
+            choices=self._with_earlier(choices),
         )
 
     def waiting(self, reason: FinishReason) -> Generation:
@@ -106,6 +118,7 @@ class Sequence:
     def failed(self, error: str) -> Generation:
         """An answer without tokens: a fault may have corrupted them."""
         self.earlier_ids, self.earlier_logprobs = self.earlier_ids[:0], self.earlier_logprobs[:0]
+        self.earlier_choices = None
         return self.generation(np.zeros(0, np.int32), np.zeros(0, np.float32), "error", error)
 
 
@@ -131,6 +144,8 @@ class SlotTable:
         self.stop_ids = np.full((num_slots, max(1, len(end_ids))), -1, np.int64)
         self.out_ids = np.zeros((num_slots, 256), np.int32)
         self.out_logprobs = np.zeros((num_slots, 256), np.float32)
+        # of each new token, the ids that top_k and top_p left
+        self.kept: list[list[np.ndarray]] = [[] for _ in range(num_slots)]
 
     def occupy(self, sequence: Sequence) -> int:
         """Give the sequence a free slot, fill its columns and return the slot."""
@@ -146,7 +161,7 @@ class SlotTable:
         self.min_index[slot] = sampling.min_tokens
         self.start_index[slot] = len(request.response_ids)
         self.max_new[slot] = sampling.max_tokens - len(request.response_ids)
-        self.num_new[slot] = 0
+        self.num_new[slot], self.kept[slot] = 0, []
         self.length[slot] = sequence.num_prefill_tokens
         self.has_stop_strings[slot] = bool(sampling.stop)
         self.stop_ids[slot] = -1
@@ -205,10 +220,16 @@ class SlotTable:
         )
 
     def record(
-        self, slots_N: np.ndarray, token_N: np.ndarray, logprob_N: np.ndarray, text_of: TextOf
+        self,
+        slots_N: np.ndarray,
+        token_N: np.ndarray,
+        logprob_N: np.ndarray,
+        text_of: TextOf,
+        kept: list[np.ndarray] | None = None,
     ) -> Finished:
         """Append one token to each slot; return (slot, reason) for each that it finishes.
 
+        `kept` are the ids that each token was chosen from; None: no row has top_k or top_p.
         A row with log-prob NaN had no distribution to sample from: it finishes with an error.
         """
         num_new_N = self.num_new[slots_N]
@@ -217,6 +238,9 @@ class SlotTable:
         self.last_token[slots_N] = token_N
         invalid_N = np.isnan(logprob_N)
         self.num_new[slots_N] = num_new_N + ~invalid_N
+        for slot, ids, invalid in zip(slots_N, kept or (), invalid_N, strict=False):
+            if len(ids) and not invalid:
+                self.kept[slot].append(ids)
         stopped_N = (self.stop_ids[slots_N] == token_N[:, None]).any(axis=1)
         for row in np.flatnonzero(self.has_stop_strings[slots_N] & ~stopped_N):
             stopped_N[row] = self._text_stops(int(slots_N[row]), text_of)
@@ -252,6 +276,22 @@ class SlotTable:
         """Copies of the new ids and log-probs so far."""
         num_new = int(self.num_new[slot])
         return self.out_ids[slot, :num_new].copy(), self.out_logprobs[slot, :num_new].copy()
+
+    def choices(self, slot: int, experts: np.ndarray | None = None) -> Choices | None:
+        """What the new tokens so far were chosen from; `experts` are those of all passes of the slot."""
+        sequence, num_new, kept = self.sequences[slot], int(self.num_new[slot]), self.kept[slot]
+        assert sequence is not None
+        if not num_new or (experts is None and not kept):
+            return None
+        prefill = sequence.num_prefill_tokens
+        first = prefill - 1 if len(sequence.request.response_ids) else 0
+        choices = Choices.unknown(prefill + num_new - 1 - first)
+        choices.num_kept[len(choices) - len(kept) :] = [len(ids) for ids in kept]
+        return replace(
+            choices,
+            kept_ids=np.concatenate([choices.kept_ids, *kept]),
+            experts=choices.experts if experts is None else experts[first : first + len(choices)],
+        )
 
     @property
     def running(self) -> list[Sequence]:
@@ -289,6 +329,9 @@ class Runner(Protocol):
 
         Prompts in `keep_prompts` are those of requests that still wait.
         """
+
+    def choices(self, slot: int) -> Choices | None:
+        """What the new tokens of a slot were chosen from; None: nothing is recorded."""
 
     def synchronize(self) -> Finished:
         """Wait for device work, so that the table is exact; return what that work finished."""

@@ -322,7 +322,7 @@ def _mismatch(o: Observed) -> Figures | None:
     if since is None:
         return None
     advice, change = "Compute with more digits", ["model.dtype=float32"]
-    if any(o.config.task_sampling(task).cuts_tokens for task in o.config.tasks):
+    if any(map(o.config.hides_cuts, o.config.tasks)):
         advice = "Sample from all tokens, as the trainer does"
         change = ["sampling.top_k=0", "sampling.top_p=1.0"]
     elif not fresh and staleness > 1:

@@ -271,6 +271,9 @@ class Session:
                 generation.token_ids, prompt_ids, json.loads(tools or "[]"), seed
             ),
             tools=tools,
+            choices=None
+            if generation.choices is None
+            else generation.choices[max(len(parent_ids) - 1, 0) :],
         )
         self.tree.calls.append(call)
         self._note_earned(call.number, earned)

@@ -130,7 +130,9 @@ class SingleTurn(AgentLoop):
         )
 
     def _take(self, rollout: Rollout, generation: Generation) -> None:
-        rollout.append(generation.token_ids, generation.logprobs, generation.segments)
+        rollout.append(
+            generation.token_ids, generation.logprobs, generation.segments, generation.choices
+        )
         rollout.finish_reason = generation.finish_reason
         rollout.text = self._decode(rollout.response_ids)
         if generation.finish_reason == "abort":

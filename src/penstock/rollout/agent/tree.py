@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.types import ModelCall, Rollout, Row, VersionSegment, extend_segments
+from penstock.types import Choices, ModelCall, Rollout, Row, VersionSegment, extend_segments
 
 Message = Mapping[str, Any]
 _THINK = ("<think>", "</think>")
@@ -116,7 +116,7 @@ class CallTree:
         `unheard`: calls that belong to no row.
         """
         trained: set[int] = set()
-        rows, ids, logprobs, masks, before = [], [], [], [], []
+        rows, ids, logprobs, masks, before, choices = [], [], [], [], [], []
         segments: tuple[VersionSegment, ...] = ()
         for leaf in self.leaves(unheard):
             root, *others = self.path(leaf)
@@ -134,6 +134,8 @@ class CallTree:
                     segments = extend_segments(segments, segment.version, segment.length)
                 ids.append(call.token_ids)
                 logprobs += [np.zeros(observed, dtype=np.float32), call.logprobs]
+                context = len(call.context_ids) - (call is root)
+                choices.append((call.choices, context + len(call.token_ids)))
                 is_new = call.number not in trained
                 masks += [np.zeros(observed, dtype=bool), np.full(len(call.token_ids), is_new)]
                 trained.add(call.number)
@@ -146,6 +148,7 @@ class CallTree:
         rollout.logprobs = _joined(logprobs, np.float32)
         rollout.loss_mask = _joined(masks, np.bool_)
         rollout.segments = segments
+        rollout.choices = Choices.join(choices)
         rollout.check()
 
 

@@ -20,6 +20,8 @@ from penstock.store.journal.codec import (
     GroupTable,
     call_key,
     check_sum,
+    decode_choices,
+    encode_choices,
     expression,
     is_intact,
     row_check,
@@ -157,6 +159,7 @@ def encode_call(call: ModelCall, key: str) -> bytes:
             call.token_ids.astype("<i4").tobytes(),
             call.logprobs.astype("<f4").tobytes(),
             *(struct.pack("<II", one.version, one.length) for one in call.segments),
+            b"" if call.choices is None else encode_choices(call.choices),
         )
     )
     return body + check_sum(body, None, key)
@@ -178,6 +181,8 @@ def read_calls(rows: Iterable[tuple]) -> dict[tuple[str, int], list[ModelCall]]:
         at = _HEADER.size + 4 * (context + sampled)
         logprobs = np.frombuffer(data, "<f4", sampled, at).astype(np.float32)
         pairs = struct.unpack_from(f"<{2 * num_segments}I", data, at + 4 * sampled)
+        end = at + 4 * sampled + 8 * num_segments
+        is_last = end == len(data) - 4  # the checksum follows
         calls.append(
             ModelCall(
                 number=number,
@@ -190,6 +195,7 @@ def read_calls(rows: Iterable[tuple]) -> dict[tuple[str, int], list[ModelCall]]:
                 messages=tuple(json.loads(messages)),
                 answer=json.loads(answer),
                 tools=tools if parent is None else calls[parent].tools,
+                choices=None if is_last else decode_choices(data, end)[0],
             )
         )
     return found

@@ -21,12 +21,12 @@ import sqlite3
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-from zlib import crc32
+from zlib import compress, crc32, decompress
 
 import numpy as np
 
 from penstock.errors import JournalDamaged, RunError
-from penstock.types import Prompt, Rollout, Row, Score, Status, VersionSegment, bytes_of
+from penstock.types import Choices, Prompt, Rollout, Row, Score, Status, VersionSegment, bytes_of
 
 CODEC_VERSION = 1
 
@@ -39,6 +39,8 @@ _COUNT = struct.Struct("<I")
 _ALL_TRAINED = 1  # flags
 _PRUNED = 4  # ids, log-probs, mask and rows were removed
 _ROWS = 8  # an agent's rollout: the prompts and lengths of its rows are stored
+_CHOICES = 16  # what its engine chose from is stored
+_CHOSEN = struct.Struct("<IIIIB")  # passes, kept ids, their bytes, experts of a pass, bytes of one
 _IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 _STATUSES = {status.value: status for status in Status}
 
@@ -57,6 +59,9 @@ def encode_rollout(rollout: Rollout, *, text: str, key: str) -> bytes:
     if rollout.rows:
         flags |= _ROWS
         arrays.append(_encode_rows(rollout.rows))
+    if rollout.choices is not None:
+        flags |= _CHOICES
+        arrays.append(encode_choices(rollout.choices))
     segments = [_SEGMENT.pack(segment.version, segment.length) for segment in rollout.segments]
     head = _HEADER.pack(
         CODEC_VERSION,
@@ -91,6 +96,29 @@ def _decode_rows(data: bytes, at: int) -> tuple[tuple[Row, ...], int]:
     return tuple(rows), at
 
 
+def encode_choices(choices: Choices) -> bytes:
+    """Experts as they are; counts and gaps between ascending ids compressed, to about two bytes an id."""
+    gaps = np.diff(choices.kept_ids, prepend=np.int32(0))
+    numbers = np.concatenate([choices.num_kept, gaps]).astype("<i4")
+    # the low bytes of all numbers, then the next ones, which are mostly 0
+    planes = np.ascontiguousarray(numbers.view(np.uint8).reshape(-1, 4).T)
+    kept, experts = compress(planes.tobytes(), 1), choices.experts
+    size = len(choices), len(gaps), len(kept), experts.shape[1], experts.itemsize
+    return _CHOSEN.pack(*size) + kept + experts.tobytes()
+
+
+def decode_choices(data: bytes, at: int) -> tuple[Choices, int]:
+    """The choices that stand at a place of a payload, and the place behind them."""
+    passes, num_ids, size, width, item = _CHOSEN.unpack_from(data, at)
+    at += _CHOSEN.size
+    planes = np.frombuffer(decompress(data[at : at + size]), np.uint8).reshape(4, passes + num_ids)
+    numbers = np.ascontiguousarray(planes.T).view("<i4")[:, 0].astype(np.int32)
+    ids = np.cumsum(numbers[passes:], dtype=np.int32)
+    at += size
+    experts = np.frombuffer(data, f"<u{item}", passes * width, at).reshape(passes, width)
+    return Choices(numbers[:passes], ids, experts), at + experts.nbytes
+
+
 def decode_rollout(data: bytes, rollout_id: str, prompt: Prompt, *, text: str, key: str) -> Rollout:
     """Decode a rollout that was stored with `text`, under `key`."""
     if not is_intact(data, text, key):
@@ -101,6 +129,7 @@ def decode_rollout(data: bytes, rollout_id: str, prompt: Prompt, *, text: str, k
     _check_codec(codec)
     at = _HEADER.size
     rows: tuple[Row, ...] = ()
+    choices = None
     if flags & _PRUNED:
         ids, logprobs, mask = _no_arrays(tokens)
     else:
@@ -115,6 +144,8 @@ def decode_rollout(data: bytes, rollout_id: str, prompt: Prompt, *, text: str, k
             at += len(packed)
         if flags & _ROWS:
             rows, at = _decode_rows(data, at)
+        if flags & _CHOICES:
+            choices, at = decode_choices(data, at)
     pairs = struct.unpack_from(f"<{2 * num_segments}I", data, at)
     at += 8 * num_segments
     tail = json.loads(data[at : at + tail_bytes])
@@ -128,6 +159,7 @@ def decode_rollout(data: bytes, rollout_id: str, prompt: Prompt, *, text: str, k
         loss_mask=mask,
         segments=tuple(map(VersionSegment, pairs[::2], pairs[1::2])),
         rows=rows,
+        choices=choices,
         earned=tuple((tokens, before) for tokens, before in tail.get("earned", ())),
         temperature=temperature,
         min_tokens=tail.get("min_tokens", 0),

@@ -39,8 +39,7 @@ def algorithm_doubts(config: Config) -> list[str]:
 
 def _biases(config: Config, settings: AlgorithmSettings) -> list[str]:
     lines = []
-    samplings = [config.task_sampling(task) for task in config.tasks]
-    if settings.correction.startswith("sequence") and any(s.cuts_tokens for s in samplings):
+    if settings.correction.startswith("sequence") and any(map(config.hides_cuts, config.tasks)):
         lines.append(
             f"algorithm.correction.kind {settings.correction} with top_k or top_p: the weight of a response falls "
             "with each of its tokens, and long responses get none: use token_truncate"

@@ -311,14 +311,9 @@ def algorithm_class(name: str) -> type[Algorithm]:
 
 
 def run_settings(config: Config, task: str | None = None) -> AlgorithmSettings:
-    """The settings of a run, or of one of its tasks: those of its algorithm, for its engine and its sampling.
-
-    Only Penstock's own engine computes as the trainer does, and only while every token may be sampled.
-    """
-    cuts = any(config.task_sampling(task).cuts_tokens for task in config.tasks)
-    all_transformers = all(engine.name == "transformers" for engine in config.engine_kinds())
+    """The settings of a run, or of one of its tasks: those of its algorithm, for its engine."""
     algorithm = config.algorithm if task is None else config.task_algorithm(task)
-    return resolve_settings(algorithm, exact_engine=all_transformers, cuts_tokens=cuts)
+    return resolve_settings(algorithm, exact_engine=config.has_own_engines)
 
 
 def task_algorithms(config: Config) -> dict[str, Algorithm]:
@@ -330,14 +325,8 @@ def task_algorithms(config: Config) -> dict[str, Algorithm]:
     return {task: algorithms[run_settings(config, task)] for task in config.tasks}
 
 
-def resolve_settings(
-    config: AlgorithmConfig, *, exact_engine: bool = True, cuts_tokens: bool = False
-) -> AlgorithmSettings:
-    """The named algorithm's defaults, overridden by the fields that the config sets.
-
-    With top_k or top_p, every token's weight is the probability of the tokens that were left to choose from. Their
-    product over a long response goes to 0, so tokens are weighed one by one there, whatever the algorithm's own.
-    """
+def resolve_settings(config: AlgorithmConfig, *, exact_engine: bool = True) -> AlgorithmSettings:
+    """The named algorithm's defaults, overridden by the fields that the config sets."""
     overrides = {
         name: value for name in _OVERRIDES if (value := getattr(config, name, None)) is not None
     }
@@ -347,9 +336,9 @@ def resolve_settings(
         pass  # no policy sampled the tokens
     elif config.correction.kind != "auto":
         kind = config.correction.kind
-    elif defaults.correction != "none" and not cuts_tokens:
+    elif defaults.correction != "none":
         kind = defaults.correction
-    elif config.decoupled or cuts_tokens or not exact_engine:
+    elif config.decoupled or not exact_engine:
         kind = "token_truncate"
     # A correction weighs the trainer's policy against the behaviour policy, so the ratio that is
     # left to clip is that of the update alone: every correction is a decoupled objective.
@@ -486,8 +475,7 @@ def _check_task(config: Config, task: str) -> None:
             f"{key}.kl_beta: got {settings.kl_beta} with kl_in none, "
             "allowed: 0, or kl_in loss | reward"
         )
-    cuts = any(config.task_sampling(task).cuts_tokens for task in config.tasks)
-    if settings.newest_from_trainer and cuts:
+    if settings.newest_from_trainer and any(map(config.hides_cuts, config.tasks)):
         raise UserError(
             f"{key}.correction.newest: got trainer with top_k or top_p, allowed: engine, whose log-probs "
             "alone know which tokens were cut"

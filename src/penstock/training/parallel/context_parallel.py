@@ -58,6 +58,7 @@ def share_pack(pack: Pack, axis: Axis) -> SharedPack:
             layout=layout,
             predictor_N=pack.predictor_N[own_N] - first,
             target_N=pack.target_N[own_N],
+            kept=None if pack.kept is None else pack.kept.select(own_N.cpu().numpy()),
         ),
         own_N=own_N,
         axis=axis,

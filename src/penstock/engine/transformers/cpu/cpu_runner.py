@@ -32,6 +32,7 @@ from penstock.model.loading import end_ids
 from penstock.model.ops import TorchOps
 from penstock.model.sampling import sample
 from penstock.store.space import available_mib
+from penstock.types import Choices
 from penstock.weights.model_weights import load_weights
 
 _KEPT_SHARE = (
@@ -101,8 +102,11 @@ class CpuRunner:
         self._tree.trim()
         new_slots = [sequence.slot for sequence in prefilled]
         slots_N = np.concatenate([decode.slots_N, np.array(new_slots, np.int64)])
-        token_N, logprob_N = sample(logits_NV, table.row_sampling(slots_N))
-        return table.record(slots_N, token_N.numpy(), logprob_N.numpy(), self._text_of)
+        token_N, logprob_N, kept = sample(logits_NV, table.row_sampling(slots_N))
+        return table.record(slots_N, token_N.numpy(), logprob_N.numpy(), self._text_of, kept)
+
+    def choices(self, slot: int) -> Choices | None:
+        return self.table.choices(slot)
 
     def _join_decode(self, sequence: Sequence) -> bool:
         """Make a new request of which all but the last token is stored a row to decode."""

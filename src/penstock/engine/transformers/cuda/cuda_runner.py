@@ -47,6 +47,7 @@ from penstock.model.kernels.decode_kernels import next_rows, sample_rows
 from penstock.model.loading import end_ids
 from penstock.model.sampling import sample
 from penstock.model.transfer import to_device
+from penstock.types import Choices
 from penstock.waits import tell_stage
 from penstock.weights.model_weights import load_weights, named_weights
 from penstock.weights.offload import HostOffload, explain_out_of_memory
@@ -73,6 +74,7 @@ class Launch:
     token_N: torch.Tensor  # pinned
     logprob_N: torch.Tensor
     done: torch.cuda.Event
+    kept: list[np.ndarray] | None  # of each row, the ids that top_k and top_p left
 
 
 class DeviceState:
@@ -211,6 +213,9 @@ class CudaRunner:
         if self._active:
             self._decode()
         return self._read(_LAG)
+
+    def choices(self, slot: int) -> Choices | None:
+        return self.table.choices(slot)
 
     def synchronize(self) -> Finished:
         return self._read(0)
@@ -428,15 +433,18 @@ class CudaRunner:
     def _launch(self, sampled: SampledTokens, slots_N: np.ndarray) -> None:
         """Sample the rows that the kernel cannot sample, then send all tokens to the host."""
         token_N, logprob_N = sampled.token_B[: len(slots_N)], sampled.logprob_B[: len(slots_N)]
-        special = self._special_rows(slots_N)
+        special, kept = self._special_rows(slots_N), None
         if len(special):
             at = torch.from_numpy(special).to(self._device)
             slots = slots_N[special]
             how = self.table.row_sampling(slots, self._device, self._launched[slots])
-            token_N[at], logprob_N[at] = sample(sampled.logits_BV[at], how)
+            token_N[at], logprob_N[at], left = sample(sampled.logits_BV[at], how)
+            if left is not None:
+                rows = dict(zip(special.tolist(), left, strict=True))
+                kept = [rows.get(row, left[0][:0]) for row in range(len(slots_N))]
             self._state.token[torch.from_numpy(slots).to(self._device)] = token_N[at]
         self._launched[slots_N] += 1
-        self._send(token_N, logprob_N, slots_N)
+        self._send(token_N, logprob_N, slots_N, kept)
 
     def _special_rows(self, slots_N: np.ndarray) -> np.ndarray:
         """The rows that the kernel cannot sample: top_k, top_p, or too many tokens to ban."""
@@ -449,14 +457,21 @@ class CudaRunner:
             special_N |= more_N & (index_N < table.min_index[slots_N])
         return np.flatnonzero(special_N)
 
-    def _send(self, token_N: torch.Tensor, logprob_N: torch.Tensor, slots_N: np.ndarray) -> None:
+    def _send(
+        self,
+        token_N: torch.Tensor,
+        logprob_N: torch.Tensor,
+        slots_N: np.ndarray,
+        kept: list[np.ndarray] | None,
+    ) -> None:
         tokens = torch.empty(len(token_N), dtype=torch.int64, pin_memory=True)
         logprobs = torch.empty(len(token_N), dtype=torch.float32, pin_memory=True)
         tokens.copy_(token_N, non_blocking=True)
         logprobs.copy_(logprob_N, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        self._pending.append(Launch(slots_N, self._serial[slots_N].copy(), tokens, logprobs, done))
+        serial_N = self._serial[slots_N].copy()
+        self._pending.append(Launch(slots_N, serial_N, tokens, logprobs, done, kept))
 
     def _read(self, lag: int) -> Finished:
         """Record all launches but the last `lag`; return what they finished."""
@@ -472,6 +487,7 @@ class CudaRunner:
                 finished += self.table.record(
                     slots_N, launch.token_N.numpy()[live], launch.logprob_N.numpy()[live],
                     self._text_of,
+                    launch.kept and [launch.kept[row] for row in np.flatnonzero(live)],
                 )  # fmt: skip
         return finished
 
