@@ -9,8 +9,8 @@ and know no engine, trainer or journal.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
-import shlex
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
@@ -142,11 +142,7 @@ _NO_MASK = np.zeros(0, dtype=np.bool_)
 @pickled_by_position
 @dataclass(slots=True, frozen=True)
 class Choices:
-    """What an engine chose from in its passes over a sequence: one entry for each token but the last.
-
-    The pass of a token takes some experts in each layer, and samples the next token among those that top_k and
-    top_p leave.
-    """
+    """What an engine chose from in its passes over a sequence: one entry for each token but the last."""
 
     num_kept: np.ndarray  # int32: how many tokens were left; 0: all, or not known
     kept_ids: np.ndarray  # int32: their ids, ascending in each pass, one pass after another
@@ -166,22 +162,15 @@ class Choices:
         return cls(np.zeros(passes, np.int32), _NO_IDS, np.zeros((passes, 0), np.uint8))
 
     @classmethod
-    def join(cls, parts: Iterable[tuple[Choices | None, int]]) -> Choices | None:
+    def join(cls, parts: Sequence[tuple[Choices | None, int]]) -> Choices | None:
         """Parts of a sequence, each with its number of passes; None: nothing is known of any."""
-        pairs = list(parts)
-        if all(part is None for part, _ in pairs):
+        if all(part is None for part, _ in parts):
             return None
-        known = [cls.unknown(count) if part is None else part for part, count in pairs]
+        known = [part or cls.unknown(count) for part, count in parts]
         width = max(part.experts.shape[1] for part in known)
-        experts = [
-            part.experts if part.experts.shape[1] else np.zeros((len(part), width), np.uint8)
-            for part in known
-        ]
-        return cls(
-            np.concatenate([part.num_kept for part in known]),
-            np.concatenate([part.kept_ids for part in known]),
-            np.concatenate(experts),
-        )
+        experts = [np.pad(p.experts, ((0, 0), (0, width - p.experts.shape[1]))) for p in known]
+        columns = [p.num_kept for p in known], [p.kept_ids for p in known], experts
+        return cls(*map(np.concatenate, columns))
 
 
 @dataclass(slots=True, frozen=True)
@@ -257,13 +246,10 @@ class Rollout:
         in_rows = sum(row.length for row in self.rows) if self.rows else length
         in_earned = sum(tokens for tokens, _ in self.earned) if self.earned else length
         same = in_segments == in_rows == in_earned == length
-        if self.choices is not None:
-            passes = sum(self._passes())
-            if len(self.choices) != passes:
-                raise ValueError(
-                    f"rollout {self.rollout_id}: got choices of {len(self.choices)} passes, allowed: {passes} "
-                    "(the tokens of each row but its last)"
-                )
+        if self.choices is not None and len(self.choices) != sum(self._passes()):
+            raise ValueError(
+                f"rollout {self.rollout_id}: got {len(self.choices)} choices, allowed: {sum(self._passes())}"
+            )
         if same and len(self.logprobs) == len(self.loss_mask) == length:
             return
         lengths = {
@@ -289,12 +275,10 @@ class Rollout:
         choices: Choices | None = None,
     ) -> None:
         """Add tokens that the policy sampled; `segments` and `choices` cover only the new ones."""
-        if len(token_ids) and (choices is not None or self.choices is not None):
+        if len(token_ids):
             before, new = len(self.choices or ()), len(choices or ())
-            passes = len(self.prompt_ids) + len(self.response_ids) + len(token_ids) - 1
-            self.choices = Choices.join(
-                [(self.choices, before), (None, passes - before - new), (choices, new)]
-            )
+            gap = len(self.prompt_ids) + len(self.response_ids) + len(token_ids) - 1 - before - new
+            self.choices = Choices.join([(self.choices, before), (None, gap), (choices, new)])
         sampled = np.empty(len(token_ids), dtype=np.bool_)
         sampled.fill(True)
         if len(self.response_ids):
@@ -327,17 +311,13 @@ class Rollout:
 
     def _passes(self) -> list[int]:
         """The passes that sample each row: one for each of its tokens but the last."""
-        if not self.rows:
-            return [max(len(self.prompt_ids) + len(self.response_ids) - 1, 0)]
-        return [len(row.prompt_ids) + row.length - 1 for row in self.rows]
+        rows = self.sequences()
+        return [len(prompt_ids) + place.stop - place.start - 1 for prompt_ids, place in rows]
 
     def row_choices(self) -> list[Choices | None]:
         """The choices of each training row."""
-        passes = self._passes()
-        if self.choices is None:
-            return [None] * len(passes)
-        ends = np.cumsum(passes).tolist()
-        return [self.choices[end - count : end] for end, count in zip(ends, passes, strict=True)]
+        bounds = itertools.pairwise(np.cumsum([0, *self._passes()]).tolist())
+        return [self.choices and self.choices[first:last] for first, last in bounds]
 
     @property
     def num_sampled(self) -> int:
@@ -533,9 +513,8 @@ class Group:
                 parts.append(row.prompt_ids.astype("<i4", copy=False).tobytes())
             for tokens, before in rollout.earned:
                 parts.append(struct.pack("<Id", tokens, before))
-            if (chosen := rollout.choices) is not None:
-                arrays = (chosen.num_kept, chosen.kept_ids, chosen.experts)
-                parts += [array.tobytes() for array in arrays]
+            if (made := rollout.choices) is not None:
+                parts += [a.tobytes() for a in (made.num_kept, made.kept_ids, made.experts)]
         return _FINGERPRINT + hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
 
 
@@ -619,20 +598,3 @@ class WeightHandle:
     digest: str
     kind: str  # the weight sync that published them: in_process | shared_memory | ...
     location: Any = None  # what that sync needs to fetch them; small enough for a message
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Finding:
-    """Something that is wrong with a run, and what to do about it (`inspection/findings/`)."""
-
-    name: str  # stable, for metrics and pages: "equal_rewards"
-    what: str  # one sentence without a full stop
-    since: int  # the step with which it began; 0: before the first step
-    evidence: str  # the figures that show it
-    advice: str  # what to do, in words
-    change: tuple[str, ...] = ()  # settings to paste, such as "train.lr=1e-6"
-
-    def __str__(self) -> str:
-        since = f" (since step {self.since})" if self.since else ""
-        pasted = f": {' '.join(map(shlex.quote, self.change))}" if self.change else ""
-        return f"{self.what}{since}. {self.evidence}. {self.advice}{pasted}"

@@ -9,8 +9,8 @@ import pytest
 
 from penstock.config.source import load_config
 from penstock.errors import UserError
+from penstock.inspection.track.logs import Finding
 from penstock.run.stop_rules import StopRules, check_scores
-from penstock.types import Finding
 
 FINDING = Finding(name="equal_rewards", what="", since=1, evidence="", advice="")
 

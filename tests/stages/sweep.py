@@ -431,7 +431,7 @@ def _split(rollout: Rollout) -> None:
     )
     if rollout.choices is not None:
         passes = [first + stop - 1 for stop in cuts[1:]]
-        rollout.choices = Choices.join((rollout.choices[:count], count) for count in passes)
+        rollout.choices = Choices.join([(rollout.choices[:count], count) for count in passes])
     rollout.loss_mask = rollout.loss_mask.copy()
     rollout.loss_mask[2] = False
 

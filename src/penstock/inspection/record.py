@@ -21,9 +21,9 @@ from penstock.files import read_rows
 from penstock.inspection.findings import find
 from penstock.inspection.findings.observed import read_observed
 from penstock.inspection.track.console import LOSS, task_figures
+from penstock.inspection.track.logs import Finding
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
-from penstock.types import Finding
 
 CURVES = (
     "reward/mean",

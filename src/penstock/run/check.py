@@ -31,6 +31,7 @@ from penstock.inspection.findings import Observed, find
 from penstock.inspection.findings.observed import WINDOW, looked_at_settings
 from penstock.inspection.summary import count, duration
 from penstock.inspection.track.console import finding_table
+from penstock.inspection.track.logs import Finding
 from penstock.rollout.agent import AgentLoop
 from penstock.rollout.agent.build import check_agent, try_agent
 from penstock.rollout.agent.check import CheckResult
@@ -38,7 +39,7 @@ from penstock.run.job import open_agent, open_reward, open_trainer, serve_agents
 from penstock.run.run_data import RunData, count_steps
 from penstock.store.journal import Journal
 from penstock.store.space import available_mib, checkpoint_bytes, size_text
-from penstock.types import Batch, Finding, Group, Rollout, Status
+from penstock.types import Batch, Group, Rollout, Status
 from penstock.workers.inline import opened_engine
 
 _PROMPTS = 3

@@ -16,8 +16,8 @@ from pathlib import Path
 from penstock.config import Config
 from penstock.errors import UserError
 from penstock.inspection.findings import RULES
+from penstock.inspection.track.logs import Finding
 from penstock.rollout.evaluation.evaluate import read_scores
-from penstock.types import Finding
 
 _REACHED = re.compile(r"(\S+?)\s*(>=|<=)\s*(-?[\d.]+(?:e-?\d+)?)")
 _STALLS = re.compile(r"(\S+) stalls ([1-9]\d*)")

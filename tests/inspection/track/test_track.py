@@ -18,6 +18,7 @@ from penstock.errors import UserError
 from penstock.inspection.track.console import ConsoleTracker, StartDisplay
 from penstock.inspection.track.logs import (
     Fanout,
+    Finding,
     JsonlTracker,
     LineFile,
     RolloutLog,
@@ -26,7 +27,6 @@ from penstock.inspection.track.logs import (
 )
 from penstock.types import (
     Batch,
-    Finding,
     Group,
     Prompt,
     Rollout,

@@ -12,10 +12,10 @@ from typing import Any
 from penstock.config import Config
 from penstock.inspection.findings.observed import Observed, Row, looked_at_settings
 from penstock.inspection.findings.rules import AFTER_STEP, AT_START, find
-from penstock.inspection.track.logs import each_logged_step
+from penstock.inspection.track.logs import Finding, each_logged_step
 from penstock.store.run_folder import RunFolder
 from penstock.store.space import DiskWatch
-from penstock.types import Batch, Finding
+from penstock.types import Batch
 
 _FIRST, _NEWEST = 10, 300  # steps whose metrics are kept
 _AGAIN = 100  # steps after which a finding that came back is told again

@@ -16,8 +16,8 @@ from typing import Any
 from penstock.config import TaskDataConfig
 from penstock.data.identity import MACHINE, OVERLAP, TEMPLATE
 from penstock.inspection.findings.observed import WINDOW, Observed, mean
+from penstock.inspection.track.logs import Finding
 from penstock.store.space import LONG_LOG, size_text
-from penstock.types import Finding
 
 Figures = dict[str, Any]  # for the texts; always with `since`; `change` stands in for the row's
 

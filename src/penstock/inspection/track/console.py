@@ -32,8 +32,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import files
-from penstock.inspection.track.logs import RunInfo, Tracker, read_metrics
-from penstock.types import Finding, Rollout
+from penstock.inspection.track.logs import Finding, RunInfo, Tracker, read_metrics
+from penstock.types import Rollout
 
 Point = tuple[int, float]  # step, value
 READY = "ready"  # the last stage of a worker's start

@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from penstock.config import Config
 from penstock.config.plugins import load, python_object
 from penstock.files import each_row, free_name, say, visible, write_whole
 from penstock.inspection.track import TRACKERS
-from penstock.types import Batch, Finding, Group, Rollout, expand_segments
+from penstock.types import Batch, Group, Rollout, expand_segments
 from penstock.waits import OpenWait, WaitKind, Waits
 
 Note = Callable[[str], None]
@@ -51,6 +52,23 @@ class Notes:
     def listen(self, listener: Note) -> None:
         """Give every further line to `listener` too."""
         self._listeners.append(listener)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Finding:
+    """Something that is wrong with a run, and what to do about it (`inspection/findings/`)."""
+
+    name: str  # stable, for metrics and pages: "equal_rewards"
+    what: str  # one sentence without a full stop
+    since: int  # the step with which it began; 0: before the first step
+    evidence: str  # the figures that show it
+    advice: str  # what to do, in words
+    change: tuple[str, ...] = ()  # settings to paste, such as "train.lr=1e-6"
+
+    def __str__(self) -> str:
+        since = f" (since step {self.since})" if self.since else ""
+        pasted = f": {' '.join(map(shlex.quote, self.change))}" if self.change else ""
+        return f"{self.what}{since}. {self.evidence}. {self.advice}{pasted}"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
