@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from penstock.engine.protocol import SamplingParams
 from penstock.types import (
     LEGAL_MOVES,
+    Choices,
     Group,
     Prompt,
     Rollout,
@@ -178,6 +179,7 @@ def test_a_pickled_group_keeps_every_field_of_every_rollout() -> None:
             loss_mask=np.array([True, True, True]),
             segments=(VersionSegment(2, 3),),
             rows=rows,
+            choices=Choices.unknown(4),
         ),
         Rollout(rollout_id="t:3.2", prompt_ids=prompt.token_ids, seed=13),
     ]
@@ -197,3 +199,22 @@ def test_a_pickled_group_keeps_every_field_of_every_rollout() -> None:
     assert got.rollouts[0].prompt_ids is got.prompt.token_ids
     for one in got.rollouts:
         assert one.response_ids.dtype is np.dtype(np.int32)  # kept without a copy
+
+
+def test_choices_follow_the_tokens_of_a_response() -> None:
+    """What a first engine did not record stays unknown, one entry for each token but the last."""
+    rollout = Rollout(rollout_id="t:0.0", prompt_ids=np.array([1, 2, 3], np.int32), seed=1)
+    segment, two = (VersionSegment(1, 2),), np.array([4, 5], np.int32)
+    rollout.append(two, np.zeros(2, np.float32), segment)
+    assert rollout.choices is None
+    ids, experts = np.array([4, 5, 9], np.int32), np.array([[3], [1]], np.uint8)
+    rollout.append(
+        two, np.zeros(2, np.float32), segment, Choices(np.array([2, 1], np.int32), ids, experts)
+    )
+    rollout.append(two, np.zeros(2, np.float32), segment)
+    assert rollout.choices is not None
+    assert rollout.choices.num_kept.tolist() == [0, 0, 0, 0, 2, 1, 0, 0]
+    assert rollout.choices.experts[:, 0].tolist() == [0, 0, 0, 0, 3, 1, 0, 0]
+    assert rollout.choices[5:7].kept_ids.tolist() == [9]
+    with pytest.raises(ValueError, match="got 7 choices, allowed: 8"):
+        replace(rollout, choices=rollout.choices[:7])
