@@ -74,9 +74,10 @@ def install(compiled: dict[str, Any]) -> None:
 
 def run_shape(model_type: str, dtype: torch.dtype) -> None:
     from penstock.engine.transformers.cuda.cuda_decoder import CudaDecoder
-    from penstock.engine.transformers.cuda.cuda_steps import PrefillStep, next_rows, sample_rows
+    from penstock.engine.transformers.cuda.cuda_steps import PrefillStep
     from penstock.engine.transformers.cuda.regions import KVPool
     from penstock.model.families import family_of
+    from penstock.model.kernels.decode_kernels import next_rows, sample_rows
 
     fields = {"num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 4096}
     config = transformers.AutoConfig.for_model(model_type, **(fields | SHAPES[model_type]))
