@@ -10,6 +10,8 @@ step of the weights in force was committed: the order of landings does not matte
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from penstock.config import Config
@@ -25,24 +27,10 @@ class DifficultySampler(Sampler):
     """A sampler that learns from the journal which prompts teach something."""
 
     def __init__(
-        self,
-        dataset: PromptSource,
-        *,
-        task_name: str,
-        prompt_repeat_k: int,
-        seed: int,
-        replay_buffer: GroupSource | None = None,
-        apart: int = 1,
-        retire_solved: int = 0,
+        self, dataset: PromptSource, *, apart: int = 1, retire_solved: int = 0, **sampling: Any
     ) -> None:
         """apart: draws before a prompt may be drawn again; retire_solved: right groups in a row, 0: never."""
-        super().__init__(
-            dataset,
-            task_name=task_name,
-            prompt_repeat_k=prompt_repeat_k,
-            seed=seed,
-            replay_buffer=replay_buffer,
-        )
+        super().__init__(dataset, **sampling)
         size = len(dataset)
         self._apart, self._retire_solved = apart, retire_solved
         self._half_life = HALF_LIFE * max(size, 1)  # in draws
@@ -143,20 +131,9 @@ class DifficultySampler(Sampler):
 def make_sampler(config: Config, name: str, prompts: PromptSource, buffer: GroupSource) -> Sampler:
     """The sampler that a training task names."""
     task, size = config.tasks[name], config.task_sampling(name).num_generations
+    sampling: dict[str, Any] = {"task_name": name, "prompt_repeat_k": size, "seed": config.seed}
+    sampling |= {"replay_buffer": buffer}
     if task.sampler == "shuffle":
-        return Sampler(
-            prompts,
-            task_name=name,
-            prompt_repeat_k=size,
-            seed=config.seed,
-            replay_buffer=buffer,
-        )
-    return DifficultySampler(
-        prompts,
-        task_name=name,
-        prompt_repeat_k=size,
-        seed=config.seed,
-        replay_buffer=buffer,
-        apart=config.train.groups_per_step,
-        retire_solved=task.retire_solved,
-    )
+        return Sampler(prompts, **sampling)
+    apart, retire = config.train.groups_per_step, task.retire_solved
+    return DifficultySampler(prompts, apart=apart, retire_solved=retire, **sampling)

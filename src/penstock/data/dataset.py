@@ -52,6 +52,16 @@ class Example:
     def num_characters(self) -> int:
         return sum(len(message["content"]) for message in self.messages)
 
+    def prompt(self, prompt_id: str, token_ids: np.ndarray) -> Prompt:
+        return Prompt(
+            prompt_id=prompt_id,
+            messages=self.messages,
+            token_ids=token_ids,
+            gt_answer=self.gt_answer,
+            test_cases=self.test_cases,
+            extra=self.extra,
+        )
+
 
 class Dataset:
     """Prompts by index. Holds only ids and plain data, so it can be sent to another process."""
@@ -82,15 +92,8 @@ class Dataset:
         return len(self._examples)
 
     def __getitem__(self, index: int) -> Prompt:
-        example = self._examples[index]
-        return Prompt(
-            prompt_id=f"{self.name}:{example.line}@{_content_key(example, self._token_ids[index])}",
-            messages=example.messages,
-            token_ids=self._token_ids[index],
-            gt_answer=example.gt_answer,
-            test_cases=example.test_cases,
-            extra=example.extra,
-        )
+        example, ids = self._examples[index], self._token_ids[index]
+        return example.prompt(f"{self.name}:{example.line}@{_content_key(example, ids)}", ids)
 
     def messages(self) -> Iterator[tuple[dict[str, Any], ...]]:
         """Yield the messages of every prompt."""
@@ -286,17 +289,8 @@ def validate_source(
 def first_prompts(task: TaskDataConfig, count: int, seed: int = 0) -> tuple[list[Prompt], bool]:
     """The first prompts of a task, without tokens, and whether they are lists of messages."""
     examples = list(islice(read_examples(_records(task, seed), task), count))
-    prompts = [
-        Prompt(
-            prompt_id=f"line {example.line}",
-            messages=example.messages,
-            token_ids=np.zeros(1, np.int32),
-            gt_answer=example.gt_answer,
-            test_cases=example.test_cases,
-            extra=example.extra,
-        )
-        for example in examples
-    ]
+    no_tokens = np.zeros(1, np.int32)
+    prompts = [example.prompt(f"line {example.line}", no_tokens) for example in examples]
     return prompts, bool(examples) and examples[0].is_chat
 
 

@@ -65,10 +65,7 @@ class TorchOps:
     row_multiple: int = 1
 
     def embed(self, family: Family, weights: Weights, ids_R: Tensor) -> Tensor:
-        x_RD = functional.embedding(ids_R, weights.embedding, weights.padding_id)
-        return (
-            x_RD if family.embedding_scale is None else x_RD * embedding_scale(family, x_RD.dtype)
-        )
+        return scaled(family, functional.embedding(ids_R, weights.embedding, weights.padding_id))
 
     def attend(
         self,
@@ -125,6 +122,13 @@ def embedding_scale(family: Family, dtype: torch.dtype) -> float:
     return float(torch.tensor(scale, dtype=dtype)) if family.embedding_scale_rounds else scale
 
 
+def scaled(family: Family, x_RD: Tensor) -> Tensor:
+    """Embeddings as the first layer gets them."""
+    if family.embedding_scale is None:
+        return x_RD
+    return x_RD * embedding_scale(family, x_RD.dtype)
+
+
 def _add(family: Family, x_RD: Tensor, branch_RD: Tensor) -> Tensor:
     if family.residual_scale != 1.0:
         branch_RD = branch_RD * family.residual_scale
@@ -137,10 +141,10 @@ def _norm(family: Family, x: Tensor, weight: Tensor | None) -> Tensor:
         return x
     if x.dtype in (torch.float32, torch.float64):
         return _scaled(family, x) * (weight + 1.0 if family.norm_adds_one else weight)
-    scaled = _scaled(family, x.float())
+    normed = _scaled(family, x.float())
     if family.norm_rounds_late:
-        return weight * scaled.to(x.dtype)
-    return (scaled * (weight.float() + 1.0 if family.norm_adds_one else weight)).to(x.dtype)
+        return weight * normed.to(x.dtype)
+    return (normed * (weight.float() + 1.0 if family.norm_adds_one else weight)).to(x.dtype)
 
 
 def _scaled(family: Family, x: Tensor) -> Tensor:

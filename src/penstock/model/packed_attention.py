@@ -81,13 +81,15 @@ def packed_attention(
     *,
     pack_layout: PackLayout,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each sequence; tensors are [1, heads, tokens, head size]."""
+    """Compute causal attention within each sequence; tensors are [1, heads, tokens, head size].
+
+    There is no dropout: the policy that sampled had none, and `Policy.train` leaves it off.
+    """
     assert query.shape[0] == 1
     assert attention_mask is None
     if other.get("position_bias") is not None:
@@ -97,14 +99,14 @@ def packed_attention(
     if pack_layout.gather is not None:
         key, value = pack_layout.gather(key), pack_layout.gather(value)
     fused = softcap is None and s_aux is None
-    flash = fused and dropout == 0.0 and can_use_flash(query, value)
+    flash = fused and can_use_flash(query, value)
     if flash and (pack_layout.shared is None or flash_aligns_ends(query.device)):
         return _flash_attention(query, key, value, pack_layout, scaling, sliding_window), None
     outputs = []
     for block, query_BHLD, key_BHKD, value_BHKD in _by_block(query, key, value, pack_layout):
         if fused:
             output_BHLD = _fused_attention(
-                query_BHLD, key_BHKD, value_BHKD, block, scaling, dropout, sliding_window
+                query_BHLD, key_BHKD, value_BHKD, block, scaling, sliding_window
             )
         else:
             output_BHLD = plain_attention(
@@ -169,7 +171,6 @@ def _fused_attention(
     value_BHKD: Tensor,
     block: Block,
     scaling: float | None,
-    dropout: float,
     sliding_window: int | None,
 ) -> Tensor:
     """Compute causal attention for a block of sequences."""
@@ -182,7 +183,6 @@ def _fused_attention(
         key_BHKD,
         value_BHKD,
         attn_mask=mask,
-        dropout_p=dropout,
         is_causal=mask is None,
         scale=scaling,
         enable_gqa=query_BHLD.shape[1] != key_BHKD.shape[1],

@@ -459,8 +459,8 @@ class Consumer(Learner):
         )
 
         def finish(pack: Pack, *scored: Tensor) -> Tensor:
-            loss, result = pack_loss(part.algorithm, pack, inputs, *scored)
-            part.stats.add(result, before_update=not current.is_updated)
+            loss, figures_XN = pack_loss(part.algorithm, pack, inputs, *scored)
+            part.stats.add(pack, loss, figures_XN, before_update=not current.is_updated)
             return loss if part.weight == 1 else part.weight * loss
 
         for part_R, backward in ((live_R, True), (idle_R, False)):

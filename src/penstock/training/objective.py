@@ -237,20 +237,6 @@ class TokenInputs:
         return self.temperature_N[pack.index_N], early_N
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackResult:
-    """What the metrics need of one pack's forward pass; no tensor here carries a gradient."""
-
-    token_N: np.ndarray  # numbers of the tokens in the batch
-    logprob_N: Tensor
-    entropy_N: Tensor
-    ratio_N: Tensor
-    clipped_N: Tensor
-    kl_N: Tensor | None
-    teacher_N: Tensor | None  # divergence from the teacher; of sampled tokens, log policy / teacher
-    loss: Tensor
-
-
 def pack_loss(
     algorithm: Algorithm,
     pack: Pack,
@@ -258,8 +244,12 @@ def pack_loss(
     logprobs_N: Tensor,
     entropies_N: Tensor,
     divergence_N: Tensor | None = None,
-) -> tuple[Tensor, PackResult]:
-    """(this pack's part of the loss, its result for the metrics)."""
+) -> tuple[Tensor, Tensor]:
+    """(this pack's part of the loss, the figures of its tokens for the metrics, without gradients).
+
+    The rows of the figures are log-probs, entropies, ratios, clipped, KL, and divergence from the teacher (of sampled
+    tokens, log policy / teacher).
+    """
     settings = algorithm.settings
     index_N = pack.index_N
     own_N = logprobs_N.detach()
@@ -303,14 +293,7 @@ def pack_loss(
     if settings.entropy_beta:
         loss_N = loss_N - settings.entropy_beta * entropies_N
     loss = (loss_N * inputs.weight_N[index_N]).sum()
-    result = PackResult(
-        token_N=pack.token_N,
-        logprob_N=own_N,
-        entropy_N=entropies_N.detach(),
-        ratio_N=surrogate.ratio_N,
-        clipped_N=surrogate.clipped_N,
-        kl_N=None if kl_N is None else kl_N.detach(),
-        teacher_N=None if divergence_N is None else divergence_N.detach(),
-        loss=loss.detach(),
-    )
-    return loss, result
+    rows = [own_N, entropies_N, surrogate.ratio_N, surrogate.clipped_N, kl_N, divergence_N]
+    unknown_N = torch.full_like(own_N, torch.nan)
+    figures = [unknown_N if row is None else row.detach().to(own_N.dtype) for row in rows]
+    return loss, torch.stack(figures)

@@ -55,7 +55,7 @@ from penstock.training.parallel.rank_decoder import RankDecoder
 from penstock.training.parallel.ranks import Ranks
 from penstock.training.parallel.sharding import Sharding, split_modules, split_over_data
 from penstock.training.parallel.tensor_parallel import cut_model
-from penstock.training.vocabulary import HeadInputs, VocabularyTerms, divergences, entropies
+from penstock.training.vocabulary import HeadInputs, VocabularyTerms, terms_of
 from penstock.waits import tell_stage
 
 
@@ -168,10 +168,10 @@ class Policy(nn.Module):
         with torch.autocast(states.device.type, enabled=False):
             head = self._head_inputs(states)
             if terms.entropy:
-                entropies_N = entropies(head, temperatures_N, banned, pack.kept)
+                entropies_N = terms_of(head, None, "entropy", temperatures_N, banned, pack.kept)
             if terms.teacher is not None:
                 kind = terms.divergence
-                divergence_N = divergences(
+                divergence_N = terms_of(
                     head, terms.teacher, kind, temperatures_N, banned, pack.kept
                 )
         return logprobs_N, entropies_N, divergence_N

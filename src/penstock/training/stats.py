@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.model.transfer import HostCopy
-from penstock.training.objective import PackResult
+from penstock.training.pack import Pack
 from penstock.training.parallel.ranks import Ranks
-
-
-@dataclass(slots=True, kw_only=True)
-class _PendingResult:
-    """The result of a pack on its way to the host."""
-
-    token_N: np.ndarray
-    before_update: bool
-    table_XN: HostCopy  # log-probs, entropies, ratios, clipped, KL, divergence from the teacher
 
 
 class PassLosses:
@@ -60,32 +50,21 @@ class TokenStats(PassLosses):
         self.clipped_N = np.full(num_tokens, np.nan)  # of the last pass
         self.kl_N = np.full(num_tokens, np.nan)  # of the last pass
         self.teacher_N = np.full(num_tokens, np.nan)  # of the last pass
-        self._pending: list[_PendingResult] = []
+        self._pending: list[tuple[np.ndarray, HostCopy, bool]] = []
 
-    def add(self, result: PackResult, before_update: bool) -> None:
-        """Keep the result of a pack; its copy to the host runs beside the work on the next pack."""
-        rows = [result.logprob_N, result.entropy_N, result.ratio_N, result.clipped_N]
-        unknown_N = torch.full_like(result.logprob_N, torch.nan)
-        rows += [unknown_N if row is None else row for row in (result.kl_N, result.teacher_N)]
-        table_XN = torch.stack([row.to(result.logprob_N.dtype) for row in rows])
-        self._pending.append(
-            _PendingResult(
-                token_N=result.token_N,
-                before_update=before_update,
-                table_XN=HostCopy(table_XN),
-            )
-        )
-        self.add_loss(result.loss)
+    def add(self, pack: Pack, loss: Tensor, figures_XN: Tensor, *, before_update: bool) -> None:
+        """Keep what `pack_loss` gives; its copy to the host runs beside the work on the next pack."""
+        self._pending.append((pack.token_N, HostCopy(figures_XN), before_update))
+        self.add_loss(loss.detach())
 
     def flush(self) -> None:
         """Keep the results since the last call: waits for forward passes, not for backward passes."""
-        for result in self._pending:
-            index = result.token_N
-            logprob, entropy, ratio, clipped, kl, teacher = result.table_XN.wait().numpy()
+        for index, figures_XN, before_update in self._pending:
+            logprob, entropy, ratio, clipped, kl, teacher = figures_XN.wait().numpy()
             fresh = np.isnan(self.logprob_N[index])
             self.logprob_N[index] = np.where(fresh, logprob, self.logprob_N[index])
             self.entropy_N[index] = np.where(fresh, entropy, self.entropy_N[index])
-            self.before_update_N[index] |= fresh & result.before_update
+            self.before_update_N[index] |= fresh & before_update
             self.ratio_N[index] = ratio
             self.clipped_N[index] = clipped
             self.kl_N[index] = kl

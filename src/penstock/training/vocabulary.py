@@ -41,28 +41,6 @@ class VocabularyTerms:
     divergence: str = ""  # forward | reverse | jsd
 
 
-def entropies(
-    policy: HeadInputs,
-    temperatures_N: Tensor,
-    banned: tuple[Tensor, Sequence[int]] | None,
-    kept: Kept | None = None,
-) -> Tensor:
-    """The entropy of each token's distribution, with a gradient."""
-    return _over_chunks(policy, None, "entropy", temperatures_N, banned, kept)
-
-
-def divergences(
-    policy: HeadInputs,
-    teacher: HeadInputs,
-    kind: str,
-    temperatures_N: Tensor,
-    banned: tuple[Tensor, Sequence[int]] | None,
-    kept: Kept | None = None,
-) -> Tensor:
-    """Each token's divergence of policy and teacher, both at the token's temperature."""
-    return _over_chunks(policy, teacher, kind, temperatures_N, banned, kept)
-
-
 def term(kind: str, policy_CV: Tensor, teacher_CV: Tensor | None) -> Tensor:
     """A term of each row of log-probs.
 
@@ -84,7 +62,7 @@ def _kl(left_CV: Tensor, right_CV: Tensor) -> Tensor:
     return (left_CV.exp() * (left_CV - right_CV)).sum(-1)
 
 
-def _over_chunks(
+def terms_of(
     policy: HeadInputs,
     teacher: HeadInputs | None,
     kind: str,
@@ -92,6 +70,7 @@ def _over_chunks(
     banned: tuple[Tensor, Sequence[int]] | None,
     kept: Kept | None,
 ) -> Tensor:
+    """A term of each token, with a gradient; policy and teacher have the token's temperature. See `term`."""
     ids = None if banned is None else torch.tensor(banned[1], device=temperatures_N.device)
     heads = (policy,) if teacher is None else (policy, teacher)
     budget = CHUNK_ELEMENTS_GPU if policy.hidden_ND.is_cuda else CHUNK_ELEMENTS_CPU

@@ -24,15 +24,15 @@ from penstock.model.decoder_weights import ExpertWeights, LayerWeights, Linear, 
 from penstock.model.families import Family
 from penstock.model.kernels import chains, gate_kernels, norm_kernels, row_sums, turn_kernels
 from penstock.model.kernels.chains import Masters, Part, run
-from penstock.model.kernels.trained_products import Product, Stack
+from penstock.model.kernels.trained_products import Product, SortedRows, Stack
 from penstock.model.ops import (
     Table,
     TorchOps,
     activation,
-    embedding_scale,
     gated,
     mix_experts,
     route,
+    scaled,
 )
 from penstock.model.packed_attention import (
     Copies,
@@ -56,9 +56,7 @@ class TrainOps:
         if master is None:
             return _TORCH.embed(family, weights, ids_R)
         x_RD = _Embedding.apply(weights.embedding, ids_R, weights.padding_id, master)
-        return (
-            x_RD if family.embedding_scale is None else x_RD * embedding_scale(family, x_RD.dtype)
-        )
+        return scaled(family, x_RD)
 
     def attend(
         self,
@@ -368,7 +366,7 @@ def _experts(masters: Masters, family: Family, weights: ExpertWeights, x_RD: Ten
     if not isinstance(gates, Stack) or not isinstance(down, Stack):
         return mix_experts(family, weights, x_RD, 1)
     weight_RC, expert_RC = route(row, weights.router(x_RD))
-    rows = _SortedRows.of(expert_RC, len(gates))
+    rows = SortedRows.of(expert_RC, len(gates))
     parts: list[Part] = [gates.of(rows)]
     if row.clamp is None:
         parts += _gate(family.activation, down.of(rows))
@@ -377,55 +375,3 @@ def _experts(masters: Masters, family: Family, weights: ExpertWeights, x_RD: Ten
     output_MD = run(masters, parts, rows.spread(x_RD))
     weighted_RCD = rows.collect(output_MD) * weight_RC[..., None]
     return weighted_RCD.to(x_RD.dtype).sum(1)
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class _SortedRows:
-    """The rows of tokens, one for each of their experts, sorted by expert; no count is known to the host."""
-
-    place_M: Tensor  # of each sorted row among tokens x choices
-    back_M: Tensor  # the sorted row of each of them
-    expert_M: Tensor
-    ends_E: Tensor  # int32
-    choices: int
-
-    @classmethod
-    def of(cls, expert_RC: Tensor, count: int) -> _SortedRows:
-        expert_M, place_M = expert_RC.flatten().sort(stable=True)
-        numbers_E = torch.arange(count, device=expert_M.device)
-        return cls(
-            place_M=place_M,
-            back_M=place_M.argsort(),
-            expert_M=expert_M,
-            ends_E=torch.searchsorted(expert_M, numbers_E, right=True, out_int32=True),
-            choices=expert_RC.shape[1],
-        )
-
-    def spread(self, x_RD: Tensor) -> Tensor:
-        """A row for each expert of each token."""
-        spread_MD: Tensor = _Permute.apply(
-            x_RD, self.place_M // self.choices, self.back_M, self.choices
-        )
-        return spread_MD
-
-    def collect(self, output_MD: Tensor) -> Tensor:
-        """The outputs [tokens, choices, size]."""
-        collected: Tensor = _Permute.apply(output_MD, self.back_M, self.place_M, 1)
-        return collected.unflatten(0, (-1, self.choices))
-
-
-class _Permute(torch.autograd.Function):
-    """Rows by their numbers; `back_M` says where the copies of each row went, one after another."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, number_M: Tensor, back_M: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(back_M)
-        ctx.copies = copies
-        return rows_RD.index_select(0, number_M)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        grad_MD = grads[0].index_select(0, ctx.saved_tensors[0])
-        if ctx.copies > 1:
-            grad_MD = grad_MD.unflatten(0, (-1, ctx.copies)).sum(1)
-        return grad_MD, None, None, None

@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -168,16 +168,56 @@ class JointProduct(Product):
             self.bias.add(_add_sum, grad.sum(0, dtype=torch.float32))
 
 
-class ExpertRows(Protocol):
-    """Rows sorted by their experts."""
+@dataclass(slots=True, frozen=True, eq=False)
+class SortedRows:
+    """The rows of tokens, one for each of their experts, sorted by expert; no count is known to the host."""
 
-    @property
-    def ends_E(self) -> Tensor:
-        """The end of each expert's rows, int32."""
+    place_M: Tensor  # of each sorted row among tokens x choices
+    back_M: Tensor  # the sorted row of each of them
+    expert_M: Tensor
+    ends_E: Tensor  # int32
+    choices: int
 
-    @property
-    def expert_M(self) -> Tensor:
-        """The expert of each row."""
+    @classmethod
+    def of(cls, expert_RC: Tensor, count: int) -> SortedRows:
+        expert_M, place_M = expert_RC.flatten().sort(stable=True)
+        numbers_E = torch.arange(count, device=expert_M.device)
+        return cls(
+            place_M=place_M,
+            back_M=place_M.argsort(),
+            expert_M=expert_M,
+            ends_E=torch.searchsorted(expert_M, numbers_E, right=True, out_int32=True),
+            choices=expert_RC.shape[1],
+        )
+
+    def spread(self, x_RD: Tensor) -> Tensor:
+        """A row for each expert of each token."""
+        spread_MD: Tensor = _Permute.apply(
+            x_RD, self.place_M // self.choices, self.back_M, self.choices
+        )
+        return spread_MD
+
+    def collect(self, output_MD: Tensor) -> Tensor:
+        """The outputs [tokens, choices, size]."""
+        collected: Tensor = _Permute.apply(output_MD, self.back_M, self.place_M, 1)
+        return collected.unflatten(0, (-1, self.choices))
+
+
+class _Permute(torch.autograd.Function):
+    """Rows by their numbers; `back_M` says where the copies of each row went, one after another."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, number_M: Tensor, back_M: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(back_M)
+        ctx.copies = copies
+        return rows_RD.index_select(0, number_M)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        grad_MD = grads[0].index_select(0, ctx.saved_tensors[0])
+        if ctx.copies > 1:
+            grad_MD = grad_MD.unflatten(0, (-1, ctx.copies)).sum(1)
+        return grad_MD, None, None, None
 
 
 @dataclass(slots=True, eq=False)
@@ -196,7 +236,7 @@ class Stack(Sequence[Linear]):
     def __len__(self) -> int:
         return len(self.weight_EOI)
 
-    def of(self, rows: ExpertRows) -> Product:
+    def of(self, rows: SortedRows) -> Product:
         """The product of the stack with rows sorted by their experts."""
         return _GroupedProduct(self, rows)
 
@@ -204,7 +244,7 @@ class Stack(Sequence[Linear]):
 @dataclass(slots=True, eq=False)
 class _GroupedProduct(Product):
     stack: Stack
-    rows: ExpertRows
+    rows: SortedRows
 
     @property
     def trains(self) -> bool:

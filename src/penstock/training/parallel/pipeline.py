@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from penstock.training.parallel.ranks import Axis, Ranks
 Sampling = Callable[[Pack], tuple[Any, ...]]
 Finish = Callable[..., Tensor | None]  # (pack, log-probs, entropies and other terms) -> loss
 Backward = Callable[[Tensor], None]
+Scorer = Any  # a `Policy`, whose file imports this one
 
 
 @dataclass(slots=True)
@@ -63,28 +64,6 @@ class Stages:
         buffer = buffer.contiguous()
         dist.broadcast(buffer, group=self.axis.group, group_src=owner)
         return buffer
-
-
-class StageLayout(Protocol):
-    """The part of a `Sharding` that passes need."""
-
-    ranks: Ranks
-    stages: Stages
-
-
-class Scorer(Protocol):
-    """The part of a policy that passes need."""
-
-    @property
-    def sharding(self) -> StageLayout: ...
-
-    def __call__(
-        self,
-        pack: Pack,
-        temperatures_N: Tensor,
-        early_N: Tensor | None = None,
-        hidden: Tensor | None = None,
-    ) -> Any: ...
 
 
 def run_passes(

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.model.decoder import rotations, run_layer
 from penstock.model.decoder_weights import LayerWeights, Products, read_layer
 from penstock.model.families import Family
-from penstock.model.ops import Ops, embedding_scale
+from penstock.model.ops import Ops, scaled
 from penstock.model.packed_attention import PackedStep
 from penstock.model.parallel_plan import COLUMNS
 from penstock.training.logprobs import VocabularySlice
@@ -104,5 +104,4 @@ class RankDecoder:
             x_RD = functional.embedding(ids_R, weight_VD, padding)
         else:
             x_RD = look_up(ids_R, weight_VD, padding, self.share.first, self.share.axis)
-        scale = embedding_scale(self.family, x_RD.dtype)
-        return x_RD if scale == 1.0 else x_RD * scale
+        return scaled(self.family, x_RD)
