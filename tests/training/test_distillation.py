@@ -80,7 +80,7 @@ def test_chunks_change_neither_value_nor_gradient(kind: str, monkeypatch: Any) -
     found = []
     for elements in (1 << 22, 2 * VOCABULARY):
         monkeypatch.setattr(vocabulary, "CHUNK_ELEMENTS_CPU", elements)
-        value_N = vocabulary.divergences(policy, teacher, kind, temperatures_N, None)
+        value_N = vocabulary.terms_of(policy, teacher, kind, temperatures_N, None)
         grads = torch.autograd.grad(value_N.sum(), (policy.hidden_ND, policy.weight_VD))
         found.append((value_N.detach(), *grads))
     for whole, chunked in zip(*found, strict=True):
@@ -94,7 +94,7 @@ def test_loss_and_gradient_are_those_of_trl(kind: str, beta: float) -> None:
     policy, teacher = heads(torch.Generator().manual_seed(1))
     parameters = (policy.hidden_ND.requires_grad_(), policy.weight_VD.requires_grad_())
     ones_N = torch.full((7,), 1.3, dtype=torch.float64)
-    ours = vocabulary.divergences(policy, teacher, kind, ones_N, None).mean()
+    ours = vocabulary.terms_of(policy, teacher, kind, ones_N, None).mean()
     theirs, *_ = trl._chunked_divergence_loss(
         policy.hidden_ND[None],
         teacher.hidden_ND[None],

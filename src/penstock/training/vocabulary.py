@@ -68,7 +68,7 @@ def terms_of(
     kind: str,
     temperatures_N: Tensor,
     banned: tuple[Tensor, Sequence[int]] | None,
-    kept: Kept | None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """A term of each token, with a gradient; policy and teacher have the token's temperature. See `term`."""
     ids = None if banned is None else torch.tensor(banned[1], device=temperatures_N.device)
