@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.reward import math_pool
-from penstock.rollout.agent.process import INSIDE
+from penstock.rollout.agent.function import INSIDE
 from penstock.run.job import Job
 from penstock.store.run_folder import RunFolder
 from stages.chat_policy import TEMPLATE, save_chat_policy

@@ -33,8 +33,7 @@ from penstock.inspection.summary import count, duration
 from penstock.inspection.track.console import finding_table
 from penstock.inspection.track.logs import Finding
 from penstock.rollout.agent import AgentLoop
-from penstock.rollout.agent.build import check_agent, try_agent
-from penstock.rollout.agent.check import CheckResult
+from penstock.rollout.agent.build import CheckResult, check_agent, try_agent
 from penstock.run.job import open_agent, open_reward, open_trainer, serve_agents
 from penstock.run.run_data import RunData, count_steps
 from penstock.store.journal import Journal
@@ -419,7 +418,11 @@ def _print_group(console: Console, prompt: str, group: Group) -> None:
     line = group.prompt.prompt_id.partition("@")[0].rpartition(":")[2]
     console.print(Text.assemble((f"{group.task}, line {line}", "bold"), (expected, "dim")))
     console.print(Text(_clip(prompt), style="cyan"), soft_wrap=True)
-    ranked = sorted(group.rollouts, key=_worth, reverse=True)
+    ranked = sorted(
+        group.rollouts,
+        key=lambda rollout: float("-inf") if rollout.score is None else rollout.score.value,
+        reverse=True,
+    )
     shown = ranked if len(ranked) <= _SHOWN else [ranked[0], ranked[len(ranked) // 2], ranked[-1]]
     for rollout in shown:
         console.print(
@@ -427,10 +430,6 @@ def _print_group(console: Console, prompt: str, group: Group) -> None:
             soft_wrap=True,
         )
     console.print()
-
-
-def _worth(rollout: Rollout) -> float:
-    return float("-inf") if rollout.score is None else rollout.score.value
 
 
 def _judged(rollout: Rollout) -> str:

@@ -128,19 +128,12 @@ class Job:
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """Watch all waits inside the block, up to the end of a checkpoint that is being written."""
-        async with watched(self._watchdog()):
+        note = self.tracker.note
+        async with watched(Watchdog(self.waits, self.config.watchdog, self.workers, note=note)):
             try:
                 yield
             finally:
                 await self.checkpoints.settle()
-
-    def _watchdog(self) -> Watchdog:
-        return Watchdog(
-            self.waits,
-            self.config.watchdog,
-            self.workers,
-            note=self.tracker.note,
-        )
 
 
 @asynccontextmanager

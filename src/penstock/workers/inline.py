@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock.config import Config
-from penstock.config.plugins import load
-from penstock.engine import ENGINES
 from penstock.engine.protocol import Fetch, InferenceEngine
 from penstock.types import WeightHandle
 from penstock.waits import Waits
-from penstock.workers.part_factories import TrainerService
+from penstock.weights.protocol import WeightSync
+from penstock.workers.part_factories import TrainerService, engine_part
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.processes.local import spawn_trainer
-from penstock.workers.rpc import RpcServer
-from penstock.workers.supervise.activity import activity_of
-from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
+from penstock.workers.rpc import RpcServer, activity_of
+from penstock.workers.supervise.supervised import Spawn, Supervised, SupervisionCallbacks
 from penstock.workers.supervise.trainer import RestartingTrainer
 from penstock.workers.workers import Workers, all_or_first_error, start_or_close, start_workers
 
@@ -79,11 +77,8 @@ def _engines(
     """One engine, because more would share the interpreter; for servers, one each."""
 
     async def spawn(number: int) -> ThreadWorker:
-        settings = config.of_engine(number)
-        engine_class = load("engine.name", settings.engine.name, ENGINES)
         return await ThreadWorker.start(
-            f"engine-{number}",
-            lambda: engine_class.from_config(settings, fetch=fetch, index=number),
+            f"engine-{number}", partial(engine_part, config, number, fetch)
         )
 
     count = most if config.engine.name == "openai" else min(most, 1)
@@ -111,6 +106,10 @@ def _no_weights(handle: WeightHandle) -> NoReturn:
     raise AssertionError(f"an engine that only samples gets no weights, got {handle}")
 
 
+async def _spawn_trainer(config: Config, total_steps: int, sync: WeightSync) -> ThreadWorker:
+    return await ThreadWorker.start("trainer", lambda: TrainerService(config, total_steps, sync))
+
+
 async def start(
     config: Config, total_steps: int, log_folder: Path, events: SupervisionCallbacks
 ) -> Workers:
@@ -118,13 +117,9 @@ async def start(
     from penstock.weights.in_process import InProcessSync
 
     sync = InProcessSync()
-
-    async def spawn_trainer() -> ThreadWorker:
-        return await ThreadWorker.start(
-            "trainer", lambda: TrainerService(config, total_steps, sync)
-        )
-
-    trainer = Supervised("trainer", spawn_trainer, config.launch, events)
+    trainer = Supervised(
+        "trainer", partial(_spawn_trainer, config, total_steps, sync), config.launch, events
+    )
     engines = _engines(config, sync.fetch, events, config.num_engines)
 
     async def clean_up() -> None:
@@ -143,16 +138,11 @@ async def offline_trainer(
     several in worker processes of this machine, even if the run had them on a cluster. The end of a rank is
     final until `RestartingTrainer.restart_with`.
     """
+    from penstock.weights.in_process import InProcessSync
 
-    async def spawn_thread() -> ThreadWorker:
-        from penstock.weights.in_process import InProcessSync
-
-        return await ThreadWorker.start(
-            "trainer", lambda: TrainerService(config, total_steps, InProcessSync())
-        )
-
-    spawn_processes = spawn_trainer(config, total_steps, log_folder, _NOTHING_IS_PUBLISHED)
-    spawn = spawn_thread if config.launch.num_consumers == 1 else spawn_processes
+    spawn: Spawn = spawn_trainer(config, total_steps, log_folder, _NOTHING_IS_PUBLISHED)
+    if config.launch.num_consumers == 1:
+        spawn = partial(_spawn_trainer, config, total_steps, InProcessSync())
     supervised = Supervised("trainer", spawn, config.launch, events)
     await supervised.start()
     workers = Workers(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from penstock.config import Config, SamplingConfig
 from penstock.config.plugins import load
 from penstock.engine import ENGINES
-from penstock.engine.protocol import InferenceEngine
+from penstock.engine.protocol import Fetch, InferenceEngine
 from penstock.errors import UserError, WrongStep
 from penstock.files import ScratchFolder, weight_folder
 from penstock.store.space import folder_bytes
@@ -175,13 +175,14 @@ def _shares_device(config: Config, kind: str) -> bool:
     return device == "cuda" and (kind == "cuda_ipc" or not config.launch.colocate)
 
 
-def engine_part(config: Config, index: int) -> InferenceEngine:
-    """Build an engine."""
-    from penstock.weights.shared_memory import SharedMemorySync
+def engine_part(config: Config, index: int, fetch: Fetch | None = None) -> InferenceEngine:
+    """Build an engine; without `fetch`, its weights come through shared memory."""
+    if fetch is None:
+        from penstock.weights.shared_memory import SharedMemorySync
 
+        fetch = SharedMemorySync().fetch
     config = config.of_engine(index)
     engine_class = load("engine.name", config.engine.name, ENGINES)
-    fetch = SharedMemorySync().fetch
     engine: InferenceEngine = engine_class.from_config(config, fetch=fetch, index=index)
     return engine
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import pickle
 import struct
 import sys
 import threading
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +32,9 @@ IMMEDIATE = ("request_stop", "progress")
 LONGEST_LINE = 400
 FRAME = struct.Struct("!Q")
 STAGE = -1
+BYTES_PER_SECOND = 50e6  # read or written: they count as a second of work
+# Fields of /proc/PID/stat after the name: the state; the parent; user and system time, own and of ended children.
+_STATE, _PARENT, _TIMES = 0, 1, slice(11, 15)
 
 
 class RpcServer:
@@ -147,3 +152,60 @@ def write_frame(writer: asyncio.StreamWriter, message: Any) -> None:
     payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     writer.write(FRAME.pack(len(payload)))
     writer.write(payload)
+
+
+# -- how much a process has worked ------------------------------------------------------------
+
+
+def activity_of(pid: int, proc: Path = Path("/proc")) -> float | None:
+    """Seconds of work since the process began; None if there is no such process. Read from /proc: it may be blocked.
+
+    Counts the processor time of a process and of its children (a compiler, an engine's own processes), plus
+    one second for every 50 MB that they read or wrote. Tells a busy process from a waiting one, not useful
+    work from spinning: a collective may wait by spinning.
+    """
+    times, children = _read_times(proc)
+    if pid not in times:
+        return None
+    total, left = 0.0, [pid]
+    while left:
+        process = left.pop()
+        total += times[process] + _bytes_moved(proc / str(process)) / BYTES_PER_SECOND
+        left += children[process]
+    return total
+
+
+def is_stopped(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Whether a signal (SIGSTOP) or a debugger has stopped the process: it answers nothing."""
+    try:
+        return _fields(proc / str(pid) / "stat")[_STATE] in ("T", "t")
+    except OSError:  # no such process, or no /proc
+        return False
+
+
+def _fields(stat: Path) -> list[str]:
+    return stat.read_text(errors="replace").rpartition(")")[2].split()
+
+
+def _read_times(proc: Path) -> tuple[dict[int, float], defaultdict[int, list[int]]]:
+    ticks = os.sysconf("SC_CLK_TCK")
+    times: dict[int, float] = {}
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for path in proc.glob("[0-9]*/stat"):
+        try:
+            fields = _fields(path)
+        except OSError:  # the process has ended meanwhile
+            continue
+        pid = int(path.parent.name)
+        times[pid] = sum(map(int, fields[_TIMES])) / ticks
+        children[int(fields[_PARENT])].append(pid)
+    return times, children
+
+
+def _bytes_moved(process: Path) -> int:
+    try:
+        lines = (process / "io").read_text().splitlines()
+    except OSError:  # the process has ended, or belongs to another user
+        return 0
+    counts = dict(line.split(": ") for line in lines)
+    return int(counts["rchar"]) + int(counts["wchar"])

@@ -135,12 +135,6 @@ async def start_all(trainer: Supervised, engines: list[Supervised], settings: La
         await all_or_first_error(*(worker.start() for worker in (trainer, *engines)))
 
 
-async def _close_all(*closing: Callable[[], Awaitable[None]]) -> None:
-    """Close one after another."""
-    for close in closing:
-        await close()
-
-
 async def start_workers(
     config: Config,
     total_steps: int,
@@ -162,57 +156,51 @@ async def start_workers(
     await start_or_close(start_all(trainer, engines, settings), everyone, clean_up)
     places = ", ".join(f"{part.name} {part.worker.place}" for part in everyone if part.worker)
     takes_turns = settings.colocate and settings.kind != "inline"  # one process holds both sides
-    restarting = RestartingTrainer(trainer)
-    if not engines:  # nothing is sampled
-        return Workers(
-            engine=None,
-            trainer=restarting,
-            close=partial(_close_all, restarting.close, clean_up),
-            description=f"{settings.kind}: {places}",
-            events=events,
-            supervised={trainer.name: trainer},
-        )
-    pool_settings = config.pool_engine()
-    engine = EnginePool(
-        engines,
-        events,
-        make_engine,
-        copies,
-        restarting.renewed,
-        slots=pool_settings.max_slots,
-        update=pool_settings.update,
-        may_leave=config.may_leave_engines(),
-        shares_gpu=takes_turns,
-    )
-    part: RestartingTrainer | ColocatedTrainer = restarting
-    if takes_turns:
-        publishes = partial(publishes_after, config, total_steps=total_steps)
-        part = ColocatedTrainer(restarting, engine, publishes)
     supervised = ChainMap({worker.name: worker for worker in everyone})
     if copies is not None:
         supervised.maps.append(copies.supervised)  # distributors are started later
+    part: RestartingTrainer | ColocatedTrainer
+    part = restarting = RestartingTrainer(trainer)
+    pool: EnginePool | None = None  # of a run that samples nothing
+    if engines:
+        pool_settings = config.pool_engine()
+        pool = EnginePool(
+            engines,
+            events,
+            make_engine,
+            copies,
+            restarting.renewed,
+            slots=pool_settings.max_slots,
+            update=pool_settings.update,
+            may_leave=config.may_leave_engines(),
+            shares_gpu=takes_turns,
+        )
+        if takes_turns:
+            publishes = partial(publishes_after, config, total_steps=total_steps)
+            part = ColocatedTrainer(restarting, pool, publishes)
 
     async def scale(count: int) -> str:
-        before = engine.count
-        for worker in await engine.scale(count):
+        assert pool is not None
+        before = pool.count
+        for worker in await pool.scale(count):
             supervised[worker.name] = worker
-        events.note(line := f"producers: {before} -> {engine.count}")
+        events.note(line := f"producers: {before} -> {pool.count}")
         return line
 
     async def close() -> None:
         if copies is not None:
             await copies.close(trainer)
-        await asyncio.gather(part.close(), engine.close())
+        await asyncio.gather(part.close(), *([pool.close()] if pool is not None else ()))
         await clean_up()
 
     return Workers(
-        engine=engine,
+        engine=pool,
         trainer=part,
         close=close,
         description=f"{settings.kind}: {places}",
         events=events,
         supervised=supervised,
-        scale=None if make_engine is None else scale,
+        scale=None if make_engine is None or pool is None else scale,
         start_agent=start_agent,
-        set_aside=engine.set_aside,
+        set_aside=None if pool is None else pool.set_aside,
     )

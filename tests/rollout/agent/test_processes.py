@@ -18,7 +18,7 @@ from penstock.config import SamplingConfig, TaskConfig, plugins
 from penstock.errors import RunError, UserError
 from penstock.rollout.agent.build import check_agent
 from penstock.rollout.agent.endpoint import Endpoint
-from penstock.rollout.agent.process import Command, Pool
+from penstock.rollout.agent.function import Command, Pool
 from penstock.run.twin.virtual_time import VirtualClock
 from penstock.store.journal.calls import ToolResult
 from penstock.types import Status
@@ -357,7 +357,7 @@ def test_a_process_that_hangs_is_killed_with_its_children(file: Path, tmp_path: 
 
 DRIVER = """
 import asyncio, sys
-from penstock.rollout.agent.process import Command
+from penstock.rollout.agent.function import Command
 
 async def main():
     words = [sys.executable, "-c", "import os, subprocess, sys, time\\nc = subprocess.Popen(['sleep', '1000'])\\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.workers.supervise.activity import BYTES_PER_SECOND, activity_of, is_stopped
+from penstock.workers.rpc import BYTES_PER_SECOND, activity_of, is_stopped
 
 TICKS = os.sysconf("SC_CLK_TCK")
 

@@ -15,5 +15,5 @@ AGENTS = {
     "single_turn": "penstock.rollout.agent.single_turn:SingleTurn",
     "tools": "penstock.rollout.agent.tools:make",
     "gym": "penstock.rollout.agent.gym:make",
-    "command": "penstock.rollout.agent.process:Command",
+    "command": "penstock.rollout.agent.function:Command",
 }

@@ -172,7 +172,7 @@ class Session:
         if self._ended:
             raise EngineError("the rollout has ended")
         messages = [_plain(message) for message in messages]
-        tools_json = tools_text(tools)
+        tools_json = json.dumps(list(tools), ensure_ascii=False) if tools else ""
         place = self.tree.place(messages, tools_json)
         parent_ids = self.tree.ids(place.parent)
         place, context_ids = self._context(place, parent_ids, messages, tools_json)
@@ -489,11 +489,6 @@ def session_of(model: Model) -> Session:
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:60]}...")
-
-
-def tools_text(tools: Sequence[Any]) -> str:
-    """Tool schemas as JSON in the order that the template will render; empty: none."""
-    return json.dumps(list(tools), ensure_ascii=False) if tools else ""
 
 
 def _plain(message: Any) -> dict[str, Any]:

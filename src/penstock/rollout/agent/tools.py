@@ -33,8 +33,7 @@ from penstock.config.secrets import from_environment
 from penstock.config.server_url import server_url
 from penstock.errors import RunError, UserError
 from penstock.reward.line_process import last_line
-from penstock.rollout.agent.function import AgentOptions, read_options
-from penstock.rollout.agent.process import guarded
+from penstock.rollout.agent.function import AgentOptions, guarded, read_options
 from penstock.rollout.agent.session import (
     ContextOverflow,
     Model,

@@ -114,7 +114,11 @@ async def evaluate(
     ]
     calls = await _play(task, engine, groups)
     rollouts = [rollout for group in groups for rollout in group]
-    scores = [rollout.score or _no_score(rollout) for rollout in rollouts]
+    scores = [
+        rollout.score
+        or Score(0.0, format_ok=False, answer_ok=False, note=f"failed: {rollout.error}")
+        for rollout in rollouts
+    ]
     _check_pinned(task, rollouts, version)
     path = folder / f"{task.name}-step-{step}.jsonl"
     _write_samples(path, rollouts, scores, calls)
@@ -216,10 +220,6 @@ def _check_pinned(task: EvalTask, rollouts: Sequence[Rollout], version: int) -> 
         )
 
 
-def _no_score(rollout: Rollout) -> Score:
-    return Score(0.0, format_ok=False, answer_ok=False, note=f"failed: {rollout.error}")
-
-
 def _summarise(
     task: EvalTask,
     rollouts: list[Rollout],
@@ -236,7 +236,10 @@ def _summarise(
     if any(score.answer_ok is not None for score in answered):
         right_GK = np.array([bool(score.answer_ok) for score in scores]).reshape(-1, k)
         accuracy, (low, high) = float(right_GK.mean()), interval(right_GK.mean(axis=1), k)
-        pass_at = {n: mean_pass_at(right_GK, n) for n in _powers_up_to(k)}
+        pass_at = {
+            n: mean_pass_at(right_GK, n)
+            for n in {*(2**power for power in range(k.bit_length())), k}
+        }
     return EvalResult(
         task=task.name,
         step=step,
@@ -254,10 +257,6 @@ def _summarise(
         error=next((r.error for r, fails in zip(rollouts, failed, strict=True) if fails), ""),
         turns=None if calls is None else sum(map(len, calls.calls.values())) / len(rollouts),
     )
-
-
-def _powers_up_to(k: int) -> list[int]:
-    return sorted({2**power for power in range(k.bit_length()) if 2**power <= k} | {k})
 
 
 def mean_pass_at(right_GK: np.ndarray, k: int) -> float:

@@ -203,7 +203,9 @@ def text_of(profile: Profile, plan: Plan) -> Iterator[str]:
         f"idle: trainer {base.trainer_idle:.1%}, engines {base.engine_idle:.1%} (slots in use {base.slots_used:.0%}); "
         f"the driver's core is {base.driver_busy:.1%} busy"
     )
-    yield f"staleness: {histogram(base)}; mean {base.mean_staleness:.2f}"
+    total = max(1, sum(base.staleness.values()))
+    shares = ", ".join(f"{n} behind {c / total:.0%}" for n, c in base.staleness.items())
+    yield f"staleness: {shares}; mean {base.mean_staleness:.2f}"
     drops = ", ".join(f"{count} {name}" for name, count in base.drops.items()) or "none"
     yield f"groups: {base.groups} trained; in vain: {drops}"
     yield (
@@ -234,11 +236,6 @@ def _row(name: str, result: Result, base: Result) -> str:
         f"{name:<34}{result.tokens_per_s:>10,.0f}{change:>10}{result.seconds_per_step:>9.2f}"
         f"{result.trainer_idle:>14.1%}{result.engine_idle:>14.1%}{result.mean_staleness:>11.2f}"
     )
-
-
-def histogram(result: Result) -> str:
-    total = max(1, sum(result.staleness.values()))
-    return ", ".join(f"{n} behind {count / total:.0%}" for n, count in result.staleness.items())
 
 
 def check_lines(run: str, source: str, checks: Sequence[Check]) -> Iterator[str]:

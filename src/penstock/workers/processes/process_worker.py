@@ -28,8 +28,16 @@ from typing import Any
 from penstock.config import Config
 from penstock.errors import RunError, WorkerDied
 from penstock.inspection.track.console import READY, StartDisplay
-from penstock.workers.rpc import STAGE, frame, one_line, read_frame, with_log_path, write_frame
-from penstock.workers.supervise.activity import activity_of, is_stopped
+from penstock.workers.rpc import (
+    STAGE,
+    activity_of,
+    frame,
+    is_stopped,
+    one_line,
+    read_frame,
+    with_log_path,
+    write_frame,
+)
 
 _STREAM_LIMIT = 1 << 20
 _CLOSE_TIMEOUT_S = 1.0

@@ -45,13 +45,13 @@ from penstock.files import say
 from penstock.workers.rpc import (
     LONGEST_LINE,
     RpcServer,
+    activity_of,
     append_to_log,
     one_line,
     portable_error,
     stacks,
     with_log_path,
 )
-from penstock.workers.supervise.activity import activity_of
 from penstock.workers.supervise.trainer import port_of, reserve_port
 
 # What Ray raises for a call if the actor is gone or never started.

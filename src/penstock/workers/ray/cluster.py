@@ -25,11 +25,11 @@ from penstock.workers.ray.actor import ActorWorker
 from penstock.workers.ray.agents import ActorAgentLoop
 from penstock.workers.ray.placement import Placement, PlacementSlot, bundles
 from penstock.workers.supervise.supervised import (
-    Call,
     Restarts,
     Supervised,
     SupervisionCallbacks,
     Worker,
+    nothing,
 )
 from penstock.workers.supervise.trainer import as_one_worker
 from penstock.workers.workers import Workers, all_or_first_error, start_workers
@@ -174,7 +174,7 @@ async def _start_agent(
         for number in range(config.tasks[task].agent_actors):
             name = f"agent-{task}-{number}"
             actor = Supervised(name, partial(spawn, name), config.launch, events)
-            actor.restart_with(Restarts(prepare=_nothing_to_prepare))
+            actor.restart_with(Restarts(prepare=nothing))  # a loop has no state
             workers.supervised[name] = actor
             loop.add(actor)
         await all_or_first_error(*(actor.start() for actor in loop.actors))
@@ -182,10 +182,6 @@ async def _start_agent(
         await loop.close()
         raise
     return loop
-
-
-async def _nothing_to_prepare(call: Call) -> None:
-    """Bring a new actor to the state of the old one: an agent loop has none."""
 
 
 @dataclass(slots=True)

@@ -48,7 +48,7 @@ class Worker(Protocol):
         """What the worker's threads are doing; empty for a part of this process."""
 
     async def activity(self) -> float | None:
-        """The seconds of work that the worker has spent (`activity.py`); None if unknown."""
+        """The seconds of work that the worker has spent (`rpc.py`); None if unknown."""
 
     async def kill(self) -> None:
         """End the worker now, even if it is blocked."""
@@ -107,7 +107,7 @@ class SupervisionCallbacks:
     replaced: Callable[[int, str], None] = lambda version, digest: None  # published for a lost one
 
 
-async def nothing() -> None: ...
+async def nothing(*_: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
