@@ -22,7 +22,7 @@ from penstock.config import Config, EvalTaskConfig, RewardConfig, TaskConfig, Ta
 from penstock.config.demo import context_length
 from penstock.data import demonstration, reasoning_gym
 from penstock.data.chat import ChatTemplate
-from penstock.data.source import BadRecord, Content, Records
+from penstock.data.source import BadRecord, Content, Records, chosen_fields
 from penstock.errors import UserError
 from penstock.types import Prompt
 
@@ -385,7 +385,7 @@ def _parse_record(
         raise record
     if not isinstance(record, dict):
         raise BadRecord(f"got {_kind(record)}, allowed: a JSON object")
-    prompt_field = _first_present(record, _chosen(PROMPT_FIELDS, columns))
+    prompt_field = _first_present(record, chosen_fields(PROMPT_FIELDS, columns))
     if prompt_field is None:
         raise BadRecord(
             f"got no prompt; the record has: {_names(record)}; allowed: one of the fields "
@@ -439,11 +439,6 @@ def _as_messages(record: dict[str, Any], prompt_field: str) -> dict[str, Any]:
     return {**record, "conversations": turns}
 
 
-def _chosen(fields: Sequence[str], columns: Mapping[str, str]) -> Sequence[str]:
-    """The field among these that `columns` names; all of them if it names none."""
-    return [name for name in fields if name in columns] or fields
-
-
 def _first_present(record: dict[str, Any], fields: Sequence[str]) -> str | None:
     return next((name for name in fields if record.get(name) is not None), None)
 
@@ -474,7 +469,7 @@ def _parse_messages(name: str, value: object) -> tuple[dict[str, Any], ...]:
 
 def _parse_answer(record: dict[str, Any], columns: Mapping[str, str]) -> str | None:
     """The answer of the first answer field, or of verl's layout; None if there is none."""
-    name = _first_present(record, _chosen(ANSWER_FIELDS, columns))
+    name = _first_present(record, chosen_fields(ANSWER_FIELDS, columns))
     if name is None:
         value = ground_truth(None, record)
         return str(value) if isinstance(value, str | int | float) and str(value).strip() else None

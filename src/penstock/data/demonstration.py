@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from penstock.data.chat import ChatTemplate
-from penstock.data.source import BadRecord
+from penstock.data.source import BadRecord, chosen_fields
 
 ANSWERS = ("completion", "response", "output", "solution", "answer", "gt_answer")
 TURNS = "demonstration"  # the field of a prompt that holds them
@@ -23,8 +23,8 @@ def as_prompt(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str
     """A record with the turns to imitate apart from its prompt; raise BadRecord if it has none."""
     messages = record.get("messages")
     turns = messages if isinstance(messages, list) else []
-    roles = [_role(message) for message in turns]
-    answer = next((n for n in _chosen(columns) if record.get(n) is not None), None)
+    roles = [turn.get("role") if isinstance(turn, dict) else None for turn in turns]
+    answer = next((n for n in chosen_fields(ANSWERS, columns) if record.get(n) is not None), None)
     if "assistant" in roles:
         first = roles.index("assistant")
         rest, turns = {**record, "messages": turns[:first]}, turns[first:]
@@ -40,14 +40,6 @@ def as_prompt(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str
         if not isinstance(turn, dict) or not isinstance(turn.get("content"), str):
             raise BadRecord("got a turn to imitate without text, allowed: role and content")
     return {**rest, TURNS: turns}
-
-
-def _role(message: object) -> object:
-    return message.get("role") if isinstance(message, dict) else None
-
-
-def _chosen(columns: Mapping[str, str]) -> Sequence[str]:
-    return [name for name in ANSWERS if name in columns] or ANSWERS
 
 
 @dataclass(slots=True, eq=False)

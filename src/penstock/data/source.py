@@ -45,6 +45,11 @@ class BadRecord(ValueError):
     """One record is wrong; the caller adds its place."""
 
 
+def chosen_fields(fields: Sequence[str], columns: Mapping[str, str]) -> Sequence[str]:
+    """The field among these that `columns` names; all of them if it names none."""
+    return [name for name in fields if name in columns] or fields
+
+
 @dataclass(slots=True, frozen=True)
 class Content:
     """The identity of a source's content."""

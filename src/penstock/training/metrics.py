@@ -107,7 +107,10 @@ def adapt(controllers: Iterable[Controller], parts: Sequence[LossPart], ranks: R
 
 def _add_tokens(sums: MetricSums, part: LossPart) -> None:
     flat, stats = part.flat, part.stats
-    _add_lengths(sums, flat)
+    lengths_R = flat.response_lengths_R.astype(np.float64)
+    sums.mean("response_length/mean", lengths_R)
+    sums.max("response_length/max", lengths_R)
+    sums.mean("truncated/share", flat.truncated_R.astype(np.float64))
     sums.mean("entropy/mean", stats.entropy_N)
     sums.mean("kl/mean", stats.kl_N)
     sums.mean("teacher/kl", stats.teacher_N)
@@ -116,13 +119,6 @@ def _add_tokens(sums: MetricSums, part: LossPart) -> None:
         sums.mean("kl/bounded", np.where(np.isnan(stats.kl_N), np.nan, is_bounded_N))
     sums.mean("staleness/mean", flat.staleness_N.astype(np.float64))
     sums.max("staleness/max", flat.staleness_N.astype(np.float64))
-
-
-def _add_lengths(sums: MetricSums, flat: FlatBatch) -> None:
-    lengths_R = flat.response_lengths_R.astype(np.float64)
-    sums.mean("response_length/mean", lengths_R)
-    sums.max("response_length/max", lengths_R)
-    sums.mean("truncated/share", flat.truncated_R.astype(np.float64))
 
 
 def _add_rewards(sums: MetricSums, flat: FlatBatch, advantages_N: np.ndarray) -> None:

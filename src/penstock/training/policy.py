@@ -329,7 +329,8 @@ class Policy(nn.Module):
     def layers(self) -> list[nn.Module]:
         """The decoder's blocks: the largest list of modules in the model."""
         lists = (module for module in self.modules() if isinstance(module, nn.ModuleList))
-        return list(max(lists, key=_num_parameters))
+        largest = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+        return list(largest)
 
     def cut(self, ranks: Ranks, path: str) -> None:
         """Keep this tensor rank's slice of the parameters; see `tensor_parallel.py`."""
@@ -342,9 +343,9 @@ class Policy(nn.Module):
             self.head_share = VocabularySlice(first=cut.first, largest=largest, axis=ranks.tensor)
         if ranks.pipeline.size > 1:
             check_stages(self.model.config, ranks.pipeline.size, path)
-            shape = self.sharding.whole_shape
             shapes = {
-                name: shape(name, parameter) for name, parameter in self.model.named_parameters()
+                name: torch.Size(self.sharding.part(name, parameter).shape)
+                for name, parameter in self.model.named_parameters()
             }
             self.sharding.stages = take_stage(self.model, self.body, ranks, shapes)
         if self.packs and self.family is not None:
@@ -525,10 +526,6 @@ def _kernels(masters: Mapping[int, nn.Parameter], *, divided: bool) -> tuple[Ops
     from penstock.model.kernels.train_ops import TrainOps
 
     return TrainOps(masters), ModuleProducts() if divided else TrainProducts(masters)
-
-
-def _num_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def trainer_device(config: ModelConfig) -> torch.device:

@@ -46,11 +46,6 @@ class Stages:
     def is_last(self) -> bool:
         return self.axis.index == self.axis.size - 1
 
-    @property
-    def exact_dtype(self) -> torch.dtype:
-        """The format of log-probs."""
-        return torch.promote_types(self.dtype, torch.float32)
-
     def is_copy(self, name: str) -> bool:
         """Whether another stage holds this parameter and this one has a copy."""
         return bool(self.tied) and name == self.tied and not self.axis.is_first
@@ -175,7 +170,8 @@ class _Schedule:
         """Send the log-probs of the last stage to the others, which finish the packs with them too."""
         stages, counts = self.policy.sharding.stages, [len(pack.target_N) for pack in self.packs]
         device = self.packs[0].input_ids_T.device
-        table_2N = torch.empty(2, sum(counts), dtype=stages.exact_dtype, device=device)
+        exact = torch.promote_types(stages.dtype, torch.float32)
+        table_2N = torch.empty(2, sum(counts), dtype=exact, device=device)
         if stages.is_last:
             for row, scores in enumerate(zip(*self.scores.values(), strict=True)):
                 table_2N[row] = torch.cat(scores)
@@ -216,20 +212,16 @@ def take_stage(model: Any, body: Any, ranks: Ranks, shapes: dict[str, torch.Size
     stages = Stages(axis=axis, owners=owners, tied="".join(tied_names[:1]), dtype=model.dtype)
     stages.width = model.config.get_text_config().hidden_size
     _make_groups(stages, ranks)
-    _keep_layers(body, bounds[axis.index], bounds[axis.index + 1])
+    layers = nn.ModuleList()  # these keep their numbers, which are part of their names
+    numbers = range(bounds[axis.index], bounds[axis.index + 1])
+    layers._modules.update({str(number): body.layers[number] for number in numbers})
+    body.layers = layers
     if not axis.is_first and not (stages.is_last and tied):
         body.embed_tokens = nn.Identity()
     if not stages.is_last:
         body.norm = nn.Identity()
         model.set_output_embeddings(nn.Identity())
     return stages
-
-
-def _keep_layers(body: Any, first: int, last: int) -> None:
-    """Remove all layers but some; these keep their numbers, which are part of their names."""
-    layers = nn.ModuleList()
-    layers._modules.update({str(n): body.layers[n] for n in range(first, last)})
-    body.layers = layers
 
 
 def _make_groups(stages: Stages, ranks: Ranks) -> None:

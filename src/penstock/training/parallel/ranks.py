@@ -94,10 +94,6 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    @property
-    def is_first_of_stage(self) -> bool:
-        return self.rank % (self.world // self.parallel.pipeline) == 0
-
     def sum(self, values: np.ndarray) -> np.ndarray:
         """The sum over the shares of the batch; ranks of one share have the same array."""
         if self.data_world == 1:

@@ -102,7 +102,10 @@ class Sharding:
     def holds_alone(self, name: str, tensor: Tensor) -> bool:
         """Whether no other rank writes this rank's part to a checkpoint."""
         if not tensor.ndim:  # a counter, equal on all ranks of a stage
-            return self.ranks.is_first_of_stage and not self.stages.is_copy(name)
+            is_first_of_stage = (
+                self.ranks.rank % (self.ranks.world // self.ranks.parallel.pipeline) == 0
+            )
+            return is_first_of_stage and not self.stages.is_copy(name)
         return (is_split(tensor) or self.ranks.world == 1) and self.is_counted(name)
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
@@ -111,10 +114,6 @@ class Sharding:
         if (cut := self.cuts.get(name)) is None:
             return gathered
         return all_gather(gathered, self.ranks.tensor, cut.dim, cut.total)
-
-    def whole_shape(self, name: str, parameter: Tensor) -> torch.Size:
-        """The shape of a whole parameter, of which this rank has a cut."""
-        return torch.Size(self.part(name, parameter).shape)
 
     def finish_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Add up the gradients of which each tensor rank, or each stage with a copy, has a part."""
