@@ -242,6 +242,14 @@ def test_colossalai_without_words_says_its_defaults() -> None:
 
 
 @pytest.mark.usefixtures("folder")
+def test_the_zero_bubble_example_of_colossalai_overlaps() -> None:
+    Path("colossalai.sh").write_text("python rl_example_zero_bubble.py -a DAPO -b vllm -zero 2")
+    config, _ = converted("colossalai")
+    assert (config.produce.max_staleness, config.eval.every_steps) == (1, 100)
+    assert config.algorithm.filter_range == (0.01, 0.7)
+
+
+@pytest.mark.usefixtures("folder")
 def test_every_evaluation_set_of_colossalai_is_a_task() -> None:
     sets = """'{"math": "data.jsonl", "a.b c": "data.jsonl"}'"""
     config, _ = of_colossalai(f"-ed {sets} -s 'Be brief.' -ei 10 -rt boxed -mpt 64")

@@ -281,6 +281,13 @@ def _colossalai(conversion: Conversion) -> None:
     algorithm = str(conversion.take("algo", "GRPO")).upper()
     for name, value in COLOSSALAI_LOSSES.get(algorithm, {"name": algorithm.lower()}).items():
         conversion.put(f"algorithm.{name}", value, f"algo = {algorithm}")
+    zero_bubble = conversion.take("zero_bubble", False)
+    if zero_bubble:
+        said = "rl_example_zero_bubble.py generates while it trains"
+        conversion.put("produce.max_staleness", 1, said)
+        if algorithm == "DAPO":
+            conversion.put("algorithm.filter_range", [0.01, 0.7], "rl_example_zero_bubble.py")
+    conversion.words.setdefault("eval_interval", 100 if zero_bubble else -1)
     _colossalai_sizes(conversion)
     _colossalai_rewards(conversion)
     _colossalai_sampling(conversion)
@@ -335,7 +342,7 @@ def _colossalai_sampling(conversion: Conversion) -> None:
         conversion.put("engine.options.tensor_parallel_size", count, shards)
     elif count > 1:
         conversion.left.append(f"{shards} = {count}: engine transformers has one device; use vllm")
-    every = int(conversion.take("eval_interval", -1))
+    every = int(conversion.take("eval_interval"))
     conversion.put("eval.every_steps", max(0, every), f"eval_interval = {every}")
     conversion.put("eval.at_start", every > 0, f"eval_interval = {every}")
     if data := conversion.take("eval_dataset"):

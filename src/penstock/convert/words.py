@@ -128,12 +128,13 @@ def _summed(match: re.Match[str], variables: dict[str, str]) -> str:
 def _of_tokens(tokens: list[str]) -> dict[str, Any]:
     """The words behind the program; of those of its launcher only the number of processes."""
     begin = _program(tokens)
-    launcher = _settings(tokens[:begin])
+    launcher, words = _settings(tokens[:begin]), _settings(tokens[begin:])
+    if words and begin and "zero_bubble" in tokens[begin - 1]:  # ColossalAI's other example
+        words = {"zero_bubble": True, **words}
     count = launcher.get("num_processes", launcher.get("nproc_per_node"))
-    words = _settings(tokens[begin:])
-    return (
-        words if count is None or not words else {"num_processes": str(count).split()[0], **words}
-    )
+    if count is not None and words:
+        words = {"num_processes": str(count).split()[0], **words}
+    return words
 
 
 def _program(tokens: list[str]) -> int:
