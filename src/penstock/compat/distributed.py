@@ -12,9 +12,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from penstock.compat.parameters import arguments_of, config_tree, data_ranks, merged, nested
+from penstock.compat.parameters import arguments_of, data_ranks, settings_of
 from penstock.config import Config
-from penstock.config.source import validate
+from penstock.config.changes import flat
+from penstock.config.source import tree_of, validate
 from penstock.errors import UserError
 from penstock.run import entry
 from penstock.store.run_folder import CONFIG
@@ -73,19 +74,18 @@ def distributed_config(arguments: Mapping[str, Any]) -> Config:
     """The config that the arguments of `launch_distributed` stand for."""
     if not any(arguments[name] for name in ("model_config", "inference_model_config")):
         raise UserError("launch_distributed: got no model_config, allowed: a path in it")
-    tree = merged(nested("launch.kind", "ray"), config_tree("launch_distributed", arguments))
-    groups = arguments["train_batch_size"] * data_ranks(arguments)
-    tree = merged(tree, nested("train.groups_per_step", groups))
-    tree = merged(tree, _sizes(arguments, validate(tree)))
-    overrides = arguments["overrides"] or {}
-    if "steps" in overrides.get("train", {}):
-        del tree["train"]["episodes"]
-    return validate(merged(tree, overrides))
+    settings = {"launch.kind": "ray"} | settings_of("launch_distributed", arguments)
+    settings["train.groups_per_step"] = arguments["train_batch_size"] * data_ranks(arguments)
+    settings |= _sizes(arguments, validate(tree_of(settings)))
+    overrides = flat(arguments["overrides"] or {})
+    if "train.steps" in overrides:
+        del settings["train.episodes"]
+    return validate(tree_of(settings | overrides))
 
 
 def _sizes(arguments: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """The settings that batch sizes stand for."""
-    tables: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if per_sync := arguments["inference_batch_size"]:
         producers, step = config.launch.num_producers, config.train.groups_per_step
         if per_sync * producers % step:
@@ -93,11 +93,11 @@ def _sizes(arguments: Mapping[str, Any], config: Config) -> dict[str, Any]:
                 f"inference_batch_size: got {per_sync} x {producers} producers, "
                 f"allowed: a multiple of train_batch_size = {step} together"
             )
-        tables["sync"] = {"every_steps": per_sync * producers // step}
+        settings["sync.every_steps"] = per_sync * producers // step
     if prompts := arguments["inference_microbatch_size"]:
-        tables["engine"] = {"max_slots": prompts * config.sampling.num_generations}
+        settings["engine.max_slots"] = prompts * config.sampling.num_generations
     grpo = arguments["grpo_config"] or {}
     if sequences := arguments["train_microbatch_size"] or grpo.get("train_microbatch_size"):
         longest = config.tasks["train"].max_prompt_tokens + config.sampling.max_tokens
-        tables["train"] = {"micro_batch_tokens": sequences * longest}
-    return tables
+        settings["train.micro_batch_tokens"] = sequences * longest
+    return settings

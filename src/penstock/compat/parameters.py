@@ -16,6 +16,8 @@ from typing import Any
 from penstock.config import AlgorithmConfig, ModelConfig, SamplingConfig, TaskConfig
 from penstock.config.foreign_words import rows
 from penstock.config.sections import Section
+from penstock.config.source import tree_of
+from penstock.config.tree import leaves
 from penstock.convert.tables import COLOSSALAI_LOSSES, DEFAULTS, colossalai_reward, rules
 from penstock.errors import UserError
 
@@ -57,10 +59,10 @@ def arguments_of(
     }
 
 
-def config_tree(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that the arguments of a call stand for; None sets nothing."""
+def settings_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that the arguments of a call stand for, by their keys; None sets nothing."""
     grpo = arguments.get("grpo_config") or {}
-    tree, unknown = _defaults(arguments, grpo), list[str]()
+    settings, unknown = _defaults(arguments, grpo), list[str]()
     for name, value in arguments.items():
         fields = value if name in _DICTIONARIES and value is not None else {}
         others = [field for field in fields if not _known(name, field)]
@@ -68,28 +70,28 @@ def config_tree(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
             unknown.append(_refusal(name, others))
         for word, key, inner in _words(name, value):
             if key:
-                tree = merged(tree, nested(key, inner))
+                settings |= leaves(inner, key)
             elif word and inner:
                 print(f"{call}: {word} has no effect: {RULES[word].note}", file=sys.stderr)
     if unknown:
         raise UserError("; ".join(unknown))
-    tree = merged(tree, _together(arguments, grpo))
-    return merged(tree, nested("eval.tasks", _eval_tasks(arguments, tree["tasks"]["train"])))
+    settings |= _together(arguments, grpo)
+    return settings | {"eval.tasks": _eval_tasks(arguments, settings)}
 
 
 def _defaults(arguments: Mapping[str, Any], grpo: Mapping[str, Any]) -> dict[str, Any]:
     """What a call means without saying it: the loss of its algorithm, the optimizer, the reward."""
-    tree: dict[str, Any] = {}
-    for key, value, _ in DEFAULTS["colossalai"]:
-        if key.startswith(("algorithm.", "train.")) and key != "train.episodes":
-            tree = merged(tree, nested(key, value))
+    settings = {
+        key: value
+        for key, value, _ in DEFAULTS["colossalai"]
+        if key.startswith(("algorithm.", "train.")) and key != "train.episodes"
+    }
     algorithm = str(grpo.get("algo") or arguments.get("core_algo") or "GRPO")
     loss = COLOSSALAI_LOSSES.get(algorithm.upper(), {"name": algorithm})
-    tree = merged(tree, nested("algorithm", loss))
     named = grpo.get("reward_fn_type") or arguments.get("evaluation_function_type")
     url = grpo.get("code_verifier_api_url")
     reward = colossalai_reward(str(named or "think_answer_tags"), [url] if url else [])
-    return merged(tree, nested("tasks.train.rewards", [reward]))
+    return settings | dict(leaves(loss, "algorithm")) | {"tasks.train.rewards": [reward]}
 
 
 def _known(name: str, field: str) -> bool:
@@ -128,22 +130,22 @@ def _words(name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
 
 def _together(arguments: Mapping[str, Any], grpo: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of parameters that only mean something together."""
-    tree: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     generation, data = arguments["generate_config"], arguments["train_dataset_config"]
     longest = generation.get("max_length")
     if longest and not (generation.get("max_new_tokens") or generation.get("max_tokens")):
-        tree = nested("sampling.max_tokens", longest - data.get("max_length", 0))
+        settings["sampling.max_tokens"] = longest - data.get("max_length", 0)
     if grpo.get("filter_range") is not None:
-        tree = merged(tree, nested("algorithm.filter_groups", True))
+        settings["algorithm.filter_groups"] = True
     if arguments.get("anneal_temperature_to") is not None:
-        tree = merged(tree, nested("sampling.anneal.episodes", 1.0))
+        settings["sampling.anneal.episodes"] = 1.0
     plugin = arguments.get("plugin_config") or arguments.get("consumer_plugin_config") or {}
     if (shared := plugin.get("sp_size") or 1) > 1 and not _in_tp_group(plugin):
-        tree = merged(tree, nested("train.parallel.context", shared))
+        settings["train.parallel.context"] = shared
     shards = arguments.get("num_proc_per_producer") or 1
     if shards > 1 and "vllm" in str(arguments.get("inference_backend")):
-        tree = merged(tree, nested("engine.options.tensor_parallel_size", shards))
-    return tree
+        settings["engine.options.tensor_parallel_size"] = shards
+    return settings
 
 
 def data_ranks(arguments: Mapping[str, Any]) -> int:
@@ -159,12 +161,13 @@ def _in_tp_group(plugin: Mapping[str, Any]) -> bool:
 
 
 def _eval_tasks(
-    arguments: Mapping[str, Any], train: Mapping[str, Any]
+    arguments: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Tables of [eval.tasks] from {task: path} or {task: {path, max_length, system_prompt}}.
 
     What a task does not give, it takes from the training table: rewards, system prompt, longest prompt.
     """
+    train = tree_of(settings)["tasks"]["train"]
     shared = {name: train[name] for name in _INHERITED if name in train}
     tables = {}
     for task, source in (arguments["eval_dataset_config"] or {}).items():
@@ -176,21 +179,3 @@ def _eval_tasks(
         words = _words("train_dataset_config", fields)
         tables[task] = {**shared, **{key.rpartition(".")[2]: value for _, key, value in words}}
     return tables
-
-
-def nested(key: str, value: Any) -> dict[str, Any]:
-    """The tree in which `key` has this value."""
-    for name in reversed(key.split(".")):
-        value = {name: value}
-    return dict(value)
-
-
-def merged(tree: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(tree)
-    for key, value in above.items():
-        below = result.get(key)
-        if isinstance(below, Mapping) and isinstance(value, Mapping):
-            result[key] = merged(below, value)
-        else:
-            result[key] = value
-    return result

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from penstock.compat.parameters import arguments_of, config_tree, merged, nested
+from penstock.compat.parameters import arguments_of, settings_of
 from penstock.compat.weight_broadcast import join_group, receive_state_dict
 from penstock.config import Config
 from penstock.config.plugins import load
 from penstock.config.sections import AnnealConfig
-from penstock.config.source import to_toml, validate
+from penstock.config.source import to_toml, tree_of, validate
 from penstock.data import load_dataset
 from penstock.data.chat import ChatTemplate
 from penstock.data.sampler import rollout_seed
@@ -53,23 +53,18 @@ class BaseProducer:
         `project_name` turns W&B on; metrics and the timeline go to `log_dir`, else to `eval_save_dir`.
         """
         arguments = arguments_of(type(self).__name__, "producer", positional, parameters)
-        self.producer_idx, self.num_producers = (
-            arguments["producer_idx"],
-            arguments["num_producers"],
-        )
+        self.producer_idx = arguments["producer_idx"]
+        self.num_producers = arguments["num_producers"]
         self.num_consumer_procs = arguments["num_consumer_procs"]
         self.num_episodes = arguments["num_episodes"]
-        self.batch_size, self.microbatch_size = (
-            arguments["batch_size"],
-            arguments["microbatch_size"],
-        )
+        self.batch_size = arguments["batch_size"]
+        self.microbatch_size = arguments["microbatch_size"]
         self.eval_interval = arguments["eval_interval"]
         self._check()
-        tree = config_tree(
-            type(self).__name__, {k: v for k, v in arguments.items() if k not in _OF_TRAINERS}
-        )
-        trackers = ["wandb"] if arguments["project_name"] else []
-        self.config = validate(merged(tree, nested("track.trackers", trackers)))
+        own = {name: value for name, value in arguments.items() if name not in _OF_TRAINERS}
+        settings = settings_of(type(self).__name__, own)
+        settings["track.trackers"] = ["wandb"] if arguments["project_name"] else []
+        self.config = validate(tree_of(settings))
         self._eval_folder = Path(arguments["eval_save_dir"])
         log_file = arguments["rollout_log_file"]
         self._log = ProducerLog(

@@ -182,10 +182,16 @@ def _parse_override(text: str) -> tuple[str, Any]:
 
 def parse_settings(words: Sequence[str]) -> dict[str, Any]:
     """The tree of `key.sub=value` words."""
-    tree: dict[str, Any] = {}
-    for text in words:
-        _put(tree, *_parse_override(text))
+    tree = tree_of(dict(map(_parse_override, words)))
     refuse_secrets(tree)  # a command line is in the list of processes
+    return tree
+
+
+def tree_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of settings that are given by their dotted keys."""
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        _put(tree, key, value)
     return tree
 
 
