@@ -14,8 +14,12 @@ from stages.simple_producer import ARGUMENTS
 
 
 @pytest.fixture(scope="module")
-def producer(tmp_path_factory: pytest.TempPathFactory) -> SimpleProducer:
-    folder = tmp_path_factory.mktemp("producer")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("producer")
+
+
+@pytest.fixture(scope="module")
+def producer(folder: Path) -> SimpleProducer:
     made = SimpleProducer(
         **ARGUMENTS,
         eval_dataset_config={"heldout": {"path": "addition:heldout", "data_options": {"size": 40}}},
@@ -77,17 +81,18 @@ def test_new_weights_are_loaded_and_told_by_their_digest(producer: SimpleProduce
     assert (stats.policy_version, stats.digest) == (before + 1, digest)
 
 
-def test_loop_goes_over_its_own_share_of_every_episode(producer: SimpleProducer) -> None:
+def test_loop_goes_over_its_own_share_of_every_episode(
+    producer: SimpleProducer, folder: Path
+) -> None:
     own = len(range(0, len(producer._dataset), 2))
     producer.delivered.clear()
     assert producer.loop() == 2 * own
     assert sum(len(made["reward"]) for made in producer.delivered) == 2 * own
-    assert producer._log.rollout_file is not None
-    lines = [json.loads(line) for line in producer._log.rollout_file.read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
     assert len(lines) == 2 * own * 3
-    assert {"text", "reward", "policy_version"} <= set(lines[0])
+    assert {"response", "reward", "versions"} <= set(lines[0])
     assert lines[0]["gt_answer"]
-    assert "+" in lines[0]["prompt"]
+    assert "+" in lines[0]["prompt"][-1]["content"]
 
 
 def test_the_temperature_goes_to_its_end_over_an_episode(
@@ -141,7 +146,7 @@ def test_figures_go_to_trackers_by_the_names_that_were_given(
     )
     run = producer.config.run.model_copy(update={"name": "first"})
     config = producer.config.model_copy(update={"track": track, "run": run})
-    log = ProducerLog(config, tmp_path, rollout_file=None, profile=False, decode=str)
+    log = ProducerLog(config, tmp_path, rollout_file=None, profile=False)
     groups = [producer._new_group(producer._dataset[0])]
     log.microbatch(groups, producer._wait(producer._generate(groups)))
     assert log._tracker is not None
@@ -153,11 +158,11 @@ def test_figures_go_to_trackers_by_the_names_that_were_given(
     assert wanted <= set(json.loads(line))
 
 
-def test_a_profile_is_a_timeline(producer: SimpleProducer) -> None:
+@pytest.mark.usefixtures("producer")
+def test_a_profile_is_a_timeline(folder: Path) -> None:
     from penstock.inspection.timeline import read_events
     from penstock.store.run_folder import find
 
-    folder = producer._log.rollout_file.parent  # type: ignore[union-attr]
     events = read_events(find(folder))
     kinds = {event.what for event in events if event.lane == "producer-0"}
     assert {"generate", "send", "wait", "sync"} <= kinds

@@ -8,7 +8,7 @@ run needs none of this: its producing side is `rollout/`, with staleness, journa
 from __future__ import annotations
 
 import asyncio
-import json
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -28,14 +28,14 @@ from penstock.data.chat import ChatTemplate
 from penstock.data.sampler import rollout_seed
 from penstock.engine import ENGINES
 from penstock.errors import RunError, UserError
-from penstock.inspection.track.logs import Fanout, RunInfo, TimelineLog
+from penstock.inspection.track.logs import Fanout, RolloutLog, RunInfo, TimelineLog
 from penstock.reward import build_reward
 from penstock.rollout.agent.single_turn import SingleTurn
 from penstock.rollout.evaluation.evaluate import EvalResult, EvalTask, append_summary, evaluate
 from penstock.store.run_folder import CONFIG
 from penstock.training.algo.advantage import group_advantages
 from penstock.training.algo.method import resolve_settings
-from penstock.types import Group, Prompt, Rollout, Status
+from penstock.types import Batch, Group, Prompt, Rollout, Status
 from penstock.waits import WaitKind, Waits
 
 T = TypeVar("T")
@@ -72,7 +72,6 @@ class BaseProducer:
             Path(arguments["log_dir"] or self._eval_folder),
             rollout_file=Path(log_file) if log_file else None,
             profile=arguments["enable_profiling"],
-            decode=lambda token_ids: self._chat.decode(token_ids),
         )
         self._groups_joined: dict[str, Any] = {}
         self.policy_version = 0
@@ -354,17 +353,22 @@ class ProducerLog:
         *,
         rollout_file: Path | None,
         profile: bool,
-        decode: Callable[[np.ndarray], str],
     ) -> None:
-        self.waits, self._decode = Waits(), decode
-        self.rollout_file, self._every = rollout_file, config.track.rollouts_every_steps
+        self.waits, self._microbatches = Waits(), 0
+        self._rollouts: RolloutLog | None = None
         self._timeline: TimelineLog | None = None
+        self._tracker: Fanout | None = None
+        if rollout_file is not None:
+            self._rollouts = RolloutLog(
+                rollout_file,
+                every_steps=config.track.rollouts_every_steps,
+                num_groups=sys.maxsize,
+                system_prompts={"train": config.tasks["train"].system_prompt},
+            )
         if profile:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             (folder / CONFIG).write_text(to_toml(config))  # marks the folder as that of a run
             self._timeline = TimelineLog(folder / "timeline", self.waits)
-        self._tracker: Fanout | None = None
-        self._microbatches = 0
         if config.track.trackers:
             folder.mkdir(parents=True, exist_ok=True)
             self._tracker = Fanout.from_info(
@@ -382,34 +386,18 @@ class ProducerLog:
         """Log the metrics of one microbatch, and every so many its samples."""
         number, self._microbatches = self._microbatches, self._microbatches + 1
         if self._tracker is not None:
-            figures = {
-                f"rollout/{name}": float(tensors[name].mean())
-                for name in _METRICS
-                if name in tensors
-            }
+            names = [name for name in _METRICS if name in tensors]
+            figures = {f"rollout/{name}": float(tensors[name].mean()) for name in names}
             if "action_mask" in tensors:
                 lengths = tensors["action_mask"].float().sum(dim=-1)
                 figures["rollout/response_length"] = float(lengths.mean())
             self._tracker.log_step(number + 1, figures)
-        if self.rollout_file is not None and number % self._every == 0:
-            self._write_samples(self.rollout_file, groups)
+        if self._rollouts is not None:
+            self._rollouts.write(Batch(step=number, groups=tuple(groups)))
 
     def evaluation(self, step: int, figures: dict[str, float]) -> None:
         if self._tracker is not None:
             self._tracker.log_eval(step, figures)
-
-    def _write_samples(self, path: Path, groups: list[Group]) -> None:
-        with path.open("a", encoding="utf-8") as file:
-            for group, rollout in ((g, r) for g in groups for r in g.rollouts):
-                line = {
-                    "rollout_id": rollout.rollout_id,
-                    "prompt": self._decode(rollout.prompt_ids),
-                    "text": rollout.text,
-                    "gt_answer": group.prompt.gt_answer,
-                    "reward": rollout.reward,
-                    "policy_version": rollout.oldest_version,
-                }
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def flush(self) -> None:
         if self._timeline is not None:
