@@ -24,7 +24,7 @@ from penstock.reward import sandbox
 from penstock.reward.sandbox import layers
 from penstock.reward.sandbox.host import Mode, Sandbox, SandboxFactory
 from penstock.reward.sandbox.inside import kernel, landlock, seccomp, wire
-from penstock.reward.sandbox.layers import Isolation, Search, find_isolation
+from penstock.reward.sandbox.layers import Isolation, find_isolation
 from penstock.reward.sandbox.self_check import check
 from penstock.reward.sandbox.settings import ACCEPT_WEAKER, SandboxSettings, job_limits
 from penstock.reward.sandbox.verify import verify
@@ -207,7 +207,7 @@ def test_levels(facts: dict[str, Any], level: str) -> None:
 
 def test_code_is_refused_below_the_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
     weak = Isolation(PLAIN, "weak", ("resource limits",))
-    monkeypatch.setattr(layers, "_best", lambda bubblewrap: Search(weak, "the moon is wrong"))
+    monkeypatch.setattr(layers, "_best", lambda bubblewrap: (weak, "the moon is wrong"))
     for minimum in ("full", "filtered"):
         settings = SandboxSettings.model_validate({"minimum": minimum})
         message = f"isolation here is 'weak'.*allowed: '{minimum}'.*missing: the moon is wrong"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -94,18 +93,9 @@ def try_mode(mode: Mode, settings: SandboxSettings) -> Isolation:
     return isolation
 
 
-@dataclass(slots=True, frozen=True)
-class Search:
-    """The strongest isolation that works here, and why there is no stronger one."""
-
-    isolation: Isolation | None
-    reason: str
-
-
 @functools.lru_cache(maxsize=4)
-def _best(bubblewrap: bool) -> Search:
-    if not sys.platform.startswith("linux"):
-        return Search(None, f"isolation needs Linux, this is {sys.platform}")
+def _best(bubblewrap: bool) -> tuple[Isolation | None, str]:
+    """The strongest isolation that works here, and why there is no stronger one."""
     best: Isolation | None = None
     reasons = {}
     for mode in _candidates(bubblewrap):
@@ -118,7 +108,7 @@ def _best(bubblewrap: bool) -> Search:
             best = isolation
         if best.level == "full":
             break
-    return Search(best, _why(best, reasons))
+    return best, _why(best, reasons)
 
 
 _EXPLAINED = (
@@ -160,9 +150,9 @@ def find_isolation(settings: SandboxSettings) -> Isolation:
 
 def strongest(settings: SandboxSettings) -> tuple[Isolation, str]:
     """The strongest isolation here and why it is no stronger; raise SandboxError if none works."""
-    search = _best(settings.bubblewrap == "auto" and shutil.which("bwrap") is not None)
-    if search.isolation is None:
+    best, reason = _best(settings.bubblewrap == "auto" and shutil.which("bwrap") is not None)
+    if best is None:
         raise SandboxError(
-            f"sandbox: code is refused, no level of isolation can be had here: {search.reason}"
+            f"sandbox: code is refused, no level of isolation can be had here: {reason}"
         )
-    return search.isolation, search.reason
+    return best, reason

@@ -112,8 +112,7 @@ class SandboxPool:
                 return sandbox
             except SandboxError:
                 if factory.alive:
-                    raise
-                self._forget(factory)
+                    raise  # else `_start` replaces it
         raise SandboxError("sandbox: the factory ended twice in a row")
 
     def _warm_one(self) -> Sandbox | None:
@@ -137,13 +136,6 @@ class SandboxPool:
                 self._all_referees()
                 self._factory = self._start_factory(mode, self.settings)
             return self._factory
-
-    def _forget(self, factory: SandboxFactory) -> None:
-        with self._lock:
-            if self._factory is factory:
-                self._factory = None
-                self._warm.clear()
-        factory.close()
 
     def _replace(self, sandbox: Sandbox) -> None:
         """Set up the next sandbox, then end this used one. Called after each use of a sandbox."""

@@ -39,7 +39,7 @@ from penstock.store.journal.codec import (
     decode_rollout,
     rollout_key,
 )
-from penstock.store.journal.schema import open_database
+from penstock.store.journal.schema import named_errors, open_database
 from penstock.store.journal.writer import OpenFiles, Writer
 from penstock.types import Arithmetic, Batch, Group, ModelCall, Prompt, Rollout, Status, StepReport
 from penstock.waits import WaitInOrder, WaitKind, Waits
@@ -299,12 +299,8 @@ class Journal:
         return self._select(sql, parameters)
 
     def _select(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple]:
-        try:
+        with named_errors(self.path, "read"):
             return self._reader.execute(sql, parameters).fetchall()
-        except sqlite3.OperationalError as error:
-            raise RunError(f"journal {self.path}: cannot read: {error}") from error
-        except (sqlite3.Error, UnicodeDecodeError) as error:
-            raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
@@ -320,16 +316,17 @@ class Journal:
     def damaged(self) -> list[str]:
         """The names of rows and payloads that are not what was written; reads all of them."""
         self._wait_durable()
-        try:
+        with named_errors(self.path, "read"):
             payloads = (*damaged_payloads(self._reader), *damaged_calls(self._reader))
             rows = (damaged_rows(self._reader, table) for table in CHECKED)
             return list(dict.fromkeys([*itertools.chain.from_iterable(rows), *payloads]))
-        except (sqlite3.Error, UnicodeDecodeError) as error:
-            raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
 
-    def check_file(self) -> None:
-        """Raise JournalDamaged if the file's structure is damaged; reads the whole file."""
-        self._check_structure()
+    def check_file(self, table: str | None = None) -> None:
+        """Raise JournalDamaged if the structure of the file, or of one table, is damaged; reads all of it."""
+        for (finding,) in self.query(f"PRAGMA integrity_check({table or 1})"):
+            if finding != "ok":
+                words = " ".join(finding.split())
+                raise JournalDamaged(f"journal {self.path}: damaged: {words}")
 
     def check_for_resume(self) -> None:
         """Raise JournalDamaged if a row that a resume reads is damaged; reads no rollout, event or call.
@@ -338,20 +335,12 @@ class Journal:
         """
         tables = [table for table in CHECKED if table not in ("event_rows", "call_rows")]
         for table in tables:
-            self._check_structure(table)
+            self.check_file(table)
         rows = (damaged_rows(self._reader, table) for table in tables)
-        try:
+        with named_errors(self.path, "read"):
             first = next(itertools.chain.from_iterable(rows), "")
-        except (sqlite3.Error, UnicodeDecodeError) as error:
-            raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
         if first:
             raise JournalDamaged(f"journal {self.path}: damaged: {first} is not what was written")
-
-    def _check_structure(self, table: str | None = None) -> None:
-        for (finding,) in self.query(f"PRAGMA integrity_check({table or 1})"):
-            if finding != "ok":
-                words = " ".join(finding.split())
-                raise JournalDamaged(f"journal {self.path}: damaged: {words}")
 
     def read_identity(self) -> dict[str, str]:
         """The facts that identify the run, by name; empty in a journal that has none."""
@@ -363,13 +352,8 @@ class Journal:
 
     def copy_to(self, path: Path) -> None:
         """Copy the journal as it is at one moment, also while a run writes to it."""
-        try:
-            with contextlib.closing(sqlite3.connect(path)) as target:
-                self._reader.backup(target)
-        except sqlite3.OperationalError as error:
-            raise RunError(f"journal {self.path}: cannot be copied: {error}") from error
-        except sqlite3.Error as error:
-            raise JournalDamaged(f"journal {self.path}: damaged: {error}") from error
+        with named_errors(self.path, "be copied"), closing(sqlite3.connect(path)) as target:
+            self._reader.backup(target)
 
     def last_committed_step(self) -> int:
         """The number of the last committed step; 0 before the first."""

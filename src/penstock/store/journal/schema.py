@@ -11,7 +11,8 @@ import functools
 import shutil
 import sqlite3
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from penstock.errors import JournalDamaged, RunError, UserError
@@ -20,12 +21,9 @@ from penstock.store.journal.codec import ROW_CHECK, readable, row_check
 
 FORMAT = 1  # PRAGMA user_version of the file
 _LOG_HEADER = 32  # bytes of SQLite's log before its first row
-_BRIEF_S, _OPERATIONS = (
-    60.0,
-    1_000_000,
-)  # longest look; operations of SQLite between two looks at the clock
+_BRIEF_S = 60.0  # the longest look
+_OPERATIONS = 1_000_000  # of SQLite between two looks at the clock
 _INDEX_PART = 32768  # bytes; SQLite makes the index of its log in such parts
-
 _LOG_BYTES = 16 * 2**20  # of the write-ahead log, once nobody reads what is older
 _TABLES = f"""
 BEGIN IMMEDIATE;
@@ -114,10 +112,10 @@ def open_database(path: Path, *, readonly: bool = False, brief: bool = False) ->
     """
     if readonly and not path.is_file():
         raise UserError(f"journal: got no file {path}, allowed: the journal.db of a run folder")
-    try:
+    with named_errors(path, "be opened"):
         if not path.exists():
             _make_file(path)
-        database = _look(path) if brief else _connect(path, readonly)
+        database = _connect_to_read(path, brief=brief) if readonly else _connect_to_write(path)
         if brief:
             _end_after(database, _BRIEF_S)
         version = _format_of(database)
@@ -130,11 +128,18 @@ def open_database(path: Path, *, readonly: bool = False, brief: bool = False) ->
             )
         for name in _changed_definitions(database):  # before any of them is read
             raise sqlite3.DatabaseError(f"the definition of {name} is not what was written")
+    return database
+
+
+@contextmanager
+def named_errors(path: Path, act: str) -> Iterator[None]:
+    """Name the journal in errors of SQLite: what it cannot do there, or that the file is damaged."""
+    try:
+        yield
     except sqlite3.OperationalError as error:
-        raise RunError(f"journal {path}: cannot be opened: {error}") from error
+        raise RunError(f"journal {path}: cannot {act}: {error}") from error
     except (sqlite3.Error, UnicodeDecodeError) as error:
         raise JournalDamaged(f"journal {path}: damaged: {error}") from error
-    return database
 
 
 def _format_of(database: sqlite3.Connection) -> int:
@@ -151,7 +156,7 @@ def _make_file(path: Path) -> None:
     draft = path.with_name(f".{path.name}.draft")
     for old in path.parent.glob(f"{draft.name}*"):
         old.unlink()
-    database = _connect(draft, readonly=False)
+    database = _connect_to_write(draft)
     database.executescript(_TABLES)
     database.close()  # moves SQLite's log into the file and syncs it
     draft.rename(path)
@@ -161,18 +166,13 @@ def _make_file(path: Path) -> None:
 def is_empty(path: Path) -> bool:
     """Whether the file has no tables: the writer died before, or they were lost."""
     try:
-        database = _look(path)
-        try:
+        with closing(_connect_to_read(path, brief=True)) as database:
             return _format_of(database) == 0
-        finally:
-            database.close()
     except sqlite3.Error:
         return False  # damaged, not empty: opening it says so
 
 
-def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
-    if readonly:
-        return _connect_to_read(path)
+def _connect_to_write(path: Path) -> sqlite3.Connection:
     database = _link(path, "mode=rwc")
     # NORMAL: a commit survives the death of the process; it is not synced per commit
     database.execute("PRAGMA journal_mode = WAL")
@@ -184,28 +184,18 @@ def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
     return database
 
 
-def _connect_to_read(path: Path) -> sqlite3.Connection:
+def _connect_to_read(path: Path, *, brief: bool) -> sqlite3.Connection:
     """A connection that reads; it also works on a disk that cannot be written.
 
     To read a write-ahead log (-wal) SQLite needs its index (-shm), and makes one beside it. Where it
-    cannot: a file without a log is read as it is, and a log without its index is read in a copy.
+    cannot, or may not (`brief`): a file without a log is read as it is, and a log without a whole index is
+    read in a copy. A file without a log has no writer. One may start during a brief look: it changes the file
+    itself only when its log is long, so the look is over by then.
     """
     log, index = (path.with_name(f"{path.name}{end}") for end in ("-wal", "-shm"))
-    if can_write(path.parent) or (log.exists() and index.exists()):
+    if not brief and (can_write(path.parent) or (log.exists() and index.exists())):
         return _link(path, "mode=ro")
-    if not _has_rows(log):
-        return _link(path, "immutable=1")
-    return _link_to_copy(path, log)
-
-
-def _look(path: Path) -> sqlite3.Connection:
-    """A connection that makes no file: a log's index is read as it is, or built in memory.
-
-    A file without a log has no writer. One may start during a look: it changes the file itself only
-    when its log is long, so a brief look is over by then.
-    """
-    log, index = (path.with_name(f"{path.name}{end}") for end in ("-wal", "-shm"))
-    if _has_rows(log) and _is_whole(index):
+    if brief and _has_rows(log) and _is_whole(index):
         database = _link(path, "mode=ro&readonly_shm=1")
         try:
             database.execute("PRAGMA user_version").fetchone()
