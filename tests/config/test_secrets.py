@@ -17,7 +17,7 @@ from penstock.config.secrets import refuse_secrets
 from penstock.config.source import load_config
 from penstock.engine.openai.server import Server
 from penstock.errors import UserError
-from penstock.reward.sandbox.client import VerificationClient
+from penstock.reward.code import VerificationClient
 from penstock.store.run_folder import create
 from stages.tiny_run import TINY
 
@@ -120,11 +120,17 @@ def test_a_run_folder_is_its_owners_alone(tmp_path: Path) -> None:
         f"tasks.train.agent_options.judge=eyJhbGciOiJI.eyJzdWIiOiIx.{SECRET}",
         f"tasks.train.agent_options.words=['-H', 'Authorization: Bearer {SECRET}']",
         f"tasks.train.agent_options.command=['env', 'OPENAI_API_KEY=sk-{SECRET}0123456789', 'run']",
+        f"tasks.train.agent_options.words=['-H', 'X-Api-Key: {SECRET}']",
+        f"tasks.train.agent_options.command=['judge', '--api-key', '{SECRET}']",
+        f"tasks.train.agent_options.command=['judge', '--token={SECRET}']",
+        f"tasks.train.agent_options.judge=xai-{SECRET.replace('-', '')}0123456789",
+        f"tasks.train.agent_options.judge='-----BEGIN PRIVATE KEY----- {SECRET}'",
         f"engine.options.headers={{x-api-key='{SECRET}'}}",
         f"engine.options.urls=['https://{SECRET}@host']",
         f"engine.options.judge='https://host/v1?api_key={SECRET}'",
         f"engine.options.judge='https://host/v1?a=1&token={SECRET}'",
         f"engine.options.judge='https://host/v1?key={SECRET}'",
+        f"engine.options.judge='https://host/v1?sig={SECRET}'",
     ],
 )
 def test_a_secret_in_a_config_is_refused_and_not_repeated(
@@ -157,6 +163,10 @@ def test_a_config_made_in_python_cannot_bring_a_secret_into_a_run_folder(tmp_pat
     [
         {"stop_token": "<end>", "max_tokens": 4, "answer_key": "x", "token_variable": "MY_TOKEN"},
         {"path": "sk-models-of-our-team-2026"},
+        {"command": ["judge", "--token-file", "/home/me/keys/token-2026", "--token", "$MY_TOKEN"]},
+        {
+            "rubric": "A good answer has no password, and names the token: 1 point for each, 3 at most."
+        },
         {"url": "http://host:8000/v1", "text": "see https://a.b/c:d@e"},
         {"repository": "ssh://git@host/models", "page": "https://host/list?page=2&tokens=9"},
         {"revision": "0123456789abcdef0123456789abcdef01234567", "key": "question"},

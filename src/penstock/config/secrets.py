@@ -19,9 +19,13 @@ _NAMES = re.compile(
     re.IGNORECASE,
 )
 _VALUES = re.compile(  # the beginnings of keys that well-known services hand out; a header; a JWT
-    r"(?<![\w-])(?:sk-|hf_|gsk_|ghp_|gho_|github_pat_|glpat-|xox[abp]-|AKIA|AIza|Bearer )"
+    r"(?<![\w-])(?:sk-|hf_|gsk_|ghp_|gho_|github_pat_|glpat-|xox[abp]-|AKIA|AIza|xai-|nvapi-|npm_|pypi-|Bearer )"
     r"(?=[\w.-]*\d)(?=[\w.-]*[A-Z])[\w.-]{16,}"
-    r"|(?i:authorization: *[^\s$])|(?<![\w-])eyJ[\w-]{8,}\.eyJ[\w-]{8,}\."
+    r"|(?i:authorization: *[^\s$])|(?<![\w-])eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.|-----BEGIN [A-Z ]{0,40}PRIVATE KEY"
+)
+# a name and what looks like a key behind it: a header, an option of a command, a variable
+_NAMED = re.compile(
+    r"(?<![\w-])-{0,2}([a-zA-Z][\w-]{1,60})[=:\s]\s{0,9}(?=[\w.+/-]{0,200}\d)(?=[\w.+/-]{0,200}[a-z])[\w.+/-]{16}"
 )
 _WANDB_KEY = re.compile(r"[0-9a-f]{40}")
 _USER_OF_URL = re.compile(r"https?://[^\s/?#@]+@|\w+://[^\s/?#@:]*:[^\s/?#@]*@", re.IGNORECASE)
@@ -30,10 +34,13 @@ _FIELD_OF_URL = re.compile(r"[?&]([\w-]{1,40})=[^&\s]")
 
 def refuse_secrets(tree: Any) -> None:
     """Raise a UserError that names the first setting which holds a secret, without its value."""
+    before = "", ""
     for key, value in leaves(tree, in_lists=True):
         if not isinstance(value, str) or not value:
             continue
-        if _is_secret(key.rpartition(".")[2], value):
+        in_list = f"{before[1]} {value}" if before[0] == key else value  # --api-key VALUE
+        before = key, value
+        if _is_secret(key.rpartition(".")[2], in_list):
             raise UserError(
                 f"{key}: got a secret, which a config must not hold (it is written to the run folder), "
                 f"allowed: {key}_variable = the name of an environment variable that holds it"
@@ -55,11 +62,13 @@ def from_environment(key: str, variable: str, *, default: str = "") -> str:
 
 def _is_secret(name: str, value: str) -> bool:
     is_wandb_key = name == "key" and _WANDB_KEY.fullmatch(value)
-    return bool(_NAMES.fullmatch(name.replace("-", "_")) or _VALUES.search(value) or is_wandb_key)
+    names = (name, *_NAMED.findall(value))
+    is_named = any(_NAMES.fullmatch(name.replace("-", "_")) for name in names)
+    return bool(is_named or _VALUES.search(value) or is_wandb_key)
 
 
 def _holds_password(url: str) -> bool:
     fields = (name.replace("-", "_") for name in _FIELD_OF_URL.findall(url))
     return bool(_USER_OF_URL.search(url)) or any(
-        name == "key" or _NAMES.fullmatch(name) for name in fields
+        name in ("key", "sig", "signature") or _NAMES.fullmatch(name) for name in fields
     )

@@ -7,26 +7,29 @@ answer make the rollout fail; only a verdict gives a value.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from penstock.config.secrets import from_environment
+from penstock.errors import RewardError, SandboxError
 from penstock.reward.protocol import Extract, Reward, ValueOptions
-from penstock.reward.sandbox.client import TOKEN_VARIABLE, VerificationClient
+from penstock.reward.retrying_client import RetryingClient
 from penstock.reward.sandbox.inside.judging import PASS
 from penstock.reward.sandbox.pool import SandboxPool
-from penstock.reward.sandbox.settings import SandboxSettings
+from penstock.reward.sandbox.settings import ROUTE, TOKEN_VARIABLE, SandboxSettings
 from penstock.reward.sandbox.verify import Verdict, read_tests, verify
 from penstock.types import Prompt, Rollout, Score
 
 # possessive repeats, so that no text of a model takes more than linear time
 _FENCE = re.compile(r"(?P<fence>`{3,}+|~{3,}+)\s*+(?P<language>[^\s`{]*+)[^`]*+$")
 _PYTHON = frozenset({"python", "python3", "py", "py3"})
+_CODES = frozenset(map(repr, (1, 0, -1, -2)))  # of a server's verdict
 
 
 class CodeOptions(ValueOptions):
@@ -125,6 +128,49 @@ class CodeReward(Reward):
         )  # first, so that running programs end with their sandboxes
         if threads is not None:
             await asyncio.to_thread(threads.shutdown, wait=True, cancel_futures=True)
+
+
+class VerificationClient:
+    """Consumes solutions and test cases, produces the verdicts of a server."""
+
+    def __init__(self, urls: Sequence[str], **settings: Any) -> None:
+        """settings: those of a `RetryingClient`."""
+        self._client = RetryingClient(
+            "verification server", urls, ROUTE, unreachable=SandboxError, **settings
+        )
+
+    async def check(
+        self,
+        test_cases: Mapping[str, Any],
+        source: str,
+        timeout_s: float,
+        stop_at_failure: bool = False,
+    ) -> Verdict:
+        """The verdict of the first server that answers; raise SandboxError if none does."""
+        request = {
+            "in_outs": dict(test_cases),
+            "generation": source,
+            "timeout": timeout_s,
+            "stop_at_failure": stop_at_failure,
+        }
+        return _read_verdict(*await self._client.ask(request))
+
+    async def close(self) -> None:
+        """End the connections."""
+        await self._client.close()
+
+
+def _read_verdict(url: str, reply: bytes) -> Verdict:
+    """Read a reply; refuse any other form, so that a protocol error never looks like a zero."""
+    try:
+        fields = json.loads(reply)
+        result, metadata = fields["result"], fields["metadata"]
+    except (ValueError, TypeError, KeyError):
+        raise RewardError(f"verification server {url}: the reply is not a verdict") from None
+    valid = isinstance(result, list) and bool(result) and set(map(repr, result)) <= _CODES
+    if not valid or not isinstance(metadata, list) or len(metadata) != len(result):
+        raise RewardError(f"verification server {url}: got result {str(result)[:100]}")
+    return Verdict(result, metadata)
 
 
 def _note(verdict: Verdict) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import RewardError, SandboxError, UserError
-from penstock.reward.sandbox.client import VerificationClient
+from penstock.reward.code import VerificationClient
 from penstock.reward.sandbox.serve import ServerSettings, VerificationService, serve, serve_on
 from penstock.reward.sandbox.settings import SandboxSettings
 from penstock.reward.sandbox.turns import Turns

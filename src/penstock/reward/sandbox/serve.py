@@ -30,9 +30,13 @@ from starlette.routing import Route
 from penstock.config import Section
 from penstock.config.secrets import from_environment
 from penstock.errors import RewardError, SandboxError, UserError
-from penstock.reward.sandbox.client import BATCH_ROUTE, ROUTE, TOKEN_VARIABLE
 from penstock.reward.sandbox.pool import SandboxPool
-from penstock.reward.sandbox.settings import SandboxSettings
+from penstock.reward.sandbox.settings import (
+    BATCH_ROUTE,
+    ROUTE,
+    TOKEN_VARIABLE,
+    SandboxSettings,
+)
 from penstock.reward.sandbox.turns import SHARES, Turns
 from penstock.reward.sandbox.verify import verify
 from penstock.serving import (

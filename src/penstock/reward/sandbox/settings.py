@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 
 from penstock.config import Section
 
+ROUTE, BATCH_ROUTE = "/check_correctness", "/check_correctness_batch"  # of the server
+TOKEN_VARIABLE = "PENSTOCK_SANDBOX_TOKEN"
 ACCEPT_WEAKER = "I accept weaker isolation"
 Level = Literal["full", "filtered", "weak"]
 OPEN_FILES = 64
