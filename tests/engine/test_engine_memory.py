@@ -50,7 +50,7 @@ def test_buckets_keep_every_row_through_moves(events: list[tuple[int, int]]) -> 
             del content[slot]
         else:
             rows = torch.rand(2, size, 1, 2)
-            kv.add(slot, size, [(StoredKV(rows, rows + 1), size)])
+            kv.add(slot, size, [(StoredKV(rows, rows + 1, rows[:, :, 0, :0]), size)])
             content[slot], length[slot] = rows, size
         kv.make_room(length)
         for bucket in kv.in_use:

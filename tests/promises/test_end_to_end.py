@@ -242,6 +242,54 @@ def test_a_ratio_is_one_where_top_k_and_top_p_cut_the_distribution(tmp_path: Pat
     replay_run(run, to_step=None, algorithm=None, overrides=[])
 
 
+def small_experts(folder: Path) -> list[str]:
+    """Settings for a random Qwen3-MoE with the demo's tokenizer, whose experts are recorded."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    plain = AutoConfig.from_pretrained(SMALL_POLICY).to_dict()
+    kept = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    fields = {name: plain[name] for name in (*kept, "eos_token_id", "max_position_embeddings")}
+    config = AutoConfig.for_model("qwen3_moe", **fields, **experts, num_key_value_heads=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(SMALL_POLICY).save_pretrained(folder)
+    words = [f"model.path={folder}", "engine.options={router_replay=true}", "sampling.top_k=40"]
+    words += ["sampling.max_tokens=8", f"tasks.train.rewards=[{{type='{ODD_REWARD}'}}]"]
+    return [*words, "eval.tasks={}", "produce.strategy=sync", "train.steps=4", "train.lr=1e-2"]
+
+
+def test_experts_are_recorded_and_taken(tmp_path: Path) -> None:
+    """In the second update of a batch the routers have moved, and take the recorded experts all the same."""
+    words = small_experts(tmp_path / "experts")
+    run = train(tmp_path, "run", *words, "train.mini_batches=2")
+    assert all(line["mismatch/kl"] < 1e-8 for line in metrics(run))
+    assert all(line["grad_norm"] > 0 for line in metrics(run))
+    with closing(Journal.open(run.journal, readonly=True)) as journal:
+        group = journal.group(journal.query("SELECT group_id FROM groups LIMIT 1")[0][0])
+    for rollout in group.rollouts:
+        assert rollout.choices is not None
+        assert rollout.choices.experts.shape == (len(rollout.choices), 4)  # 2 layers, 2 experts
+        assert 0 < rollout.choices.experts[:, :2].min() <= rollout.choices.experts.max() <= 6
+    replay_run(run, to_step=None, algorithm=None, overrides=[])
+    replay_run(run, to_step=2, algorithm="rloo", overrides=["run.name=fork"])
+    other = train(tmp_path, "other", *words, "train.mini_batches=2", "engine.options={}")
+    assert digests(other)[0] != digests(run)[0]  # it took others
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_it_takes_the_recorded_experts(
+    tmp_path: Path, server: CrashServer
+) -> None:
+    words = small_experts(tmp_path / "experts")
+    whole = train(tmp_path, "whole", *words)
+    driver = Driver(tmp_path, *words, "run.name=killed", "checkpoint.every_steps=0", server=server)
+    run = RunFolder(tmp_path / "killed")
+    assert driver.signal_after(2, signal.SIGKILL)[0] == -signal.SIGKILL
+    entry.resume(run, ["launch.kind=inline", "track.trackers=[]"])
+    assert digests(run) == digests(whole)
+    assert_balanced(run)
+
+
 def test_what_a_user_should_know_is_said_once_before_the_first_step(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,6 +42,12 @@ class Step(Protocol):
     def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
         """The attention output [1, rows, heads, head size]."""
 
+    def choose(
+        self, layer: int, kept_K: torch.Tensor | None, expert_RC: torch.Tensor
+    ) -> torch.Tensor:
+        """The experts that rows take (`kept_K`: these rows only), from those that the router chose."""
+        return expert_RC
+
 
 def fits_flash(key_size: int, value_size: int) -> bool:
     """Whether the flash kernel computes heads of these sizes; those of latent attention differ."""
@@ -157,7 +163,7 @@ def causal_attention(call: AttentionCall, rows: slice) -> torch.Tensor:
     )
 
 
-class OneSequence:
+class OneSequence(Step):
     """A step whose rows are one sequence; stores nothing but the shapes that the layers pass."""
 
     def __init__(self) -> None:

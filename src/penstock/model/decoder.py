@@ -79,7 +79,7 @@ def run_layer(
     if kept_K is not None:
         x_RD, mixed_RN = ops.take(x_RD, kept_K), ops.take(mixed_RN, kept_K)
     x_RD = ops.add_product(family, x_RD, mixed_RN, weights.out, weights.norms[1])
-    return ops.mlp(family, weights, x_RD)
+    return ops.mlp(family, weights, functools.partial(step.choose, index, kept_K), x_RD)
 
 
 def logits(family: Family, weights: Weights, hidden_KD: Tensor) -> Tensor:

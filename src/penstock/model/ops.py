@@ -23,6 +23,9 @@ Table = (
 )  # cosines and signed sines [rows, 1, turned size]; None: no rotation
 
 
+Choose = Callable[[Tensor], Tensor]  # the experts that rows take, from those that the router chose
+
+
 class Ops(Protocol):
     """The parts of a layer, each with the products of its weights."""
 
@@ -48,7 +51,7 @@ class Ops(Protocol):
     ) -> Tensor:
         """x plus the normed product of other rows."""
 
-    def mlp(self, family: Family, weights: LayerWeights, x_RD: Tensor) -> Tensor:
+    def mlp(self, family: Family, weights: LayerWeights, choose: Choose, x_RD: Tensor) -> Tensor:
         """x plus what the gated mlp, or the experts, make of its norm."""
 
     def norm(self, family: Family, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -101,11 +104,11 @@ class TorchOps:
     ) -> Tensor:
         return _add(family, x_RD, _norm(family, linear(rows_RN), norm))
 
-    def mlp(self, family: Family, weights: LayerWeights, x_RD: Tensor) -> Tensor:
+    def mlp(self, family: Family, weights: LayerWeights, choose: Choose, x_RD: Tensor) -> Tensor:
         *_, before, after = weights.norms
         normed_RD = _norm(family, x_RD, before)
         if isinstance(weights.mlp, ExpertWeights):
-            output_RD = mix_experts(family, weights.mlp, normed_RD, self.row_multiple)
+            output_RD = mix_experts(family, weights.mlp, choose, normed_RD, self.row_multiple)
         else:
             gates, down = weights.mlp
             gate, up = gates(normed_RD).chunk(2, -1)
@@ -194,11 +197,13 @@ def _turn(x_RHS: Tensor, table: tuple[Tensor, Tensor] | None) -> Tensor:
     return (x_RHS * cos).add_(x_RHS.roll(turned // 2, -1).mul_(sin))
 
 
-def mix_experts(family: Family, weights: ExpertWeights, x_RD: Tensor, row_multiple: int) -> Tensor:
+def mix_experts(
+    family: Family, weights: ExpertWeights, choose: Choose, x_RD: Tensor, row_multiple: int
+) -> Tensor:
     """The chosen experts' outputs of each token, weighted; added in the order of the experts."""
     row = family.experts
     assert row is not None
-    weight_RC, expert_RC = route(row, weights.router(x_RD))
+    weight_RC, expert_RC = route(row, weights.router(x_RD), choose)
     mixed_RD = torch.zeros_like(x_RD)
     for expert in expert_RC.unique().tolist():
         token_M, choice_M = torch.where(expert_RC == expert)
@@ -211,13 +216,15 @@ def mix_experts(family: Family, weights: ExpertWeights, x_RD: Tensor, row_multip
     return mixed_RD
 
 
-def route(row: Experts, logit_RE: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights and the numbers of each token's experts."""
+def route(row: Experts, logit_RE: Tensor, choose: Choose) -> tuple[Tensor, Tensor]:
+    """The weights and the numbers of each token's experts; the weights are the router's, whoever chose."""
     if not row.router_in_float32:
-        best_RC, expert_RC = logit_RE.topk(row.count, -1)
-        return best_RC.softmax(-1), expert_RC
+        expert_RC = choose(logit_RE.topk(row.count, -1).indices)
+        return logit_RE.gather(-1, expert_RC).softmax(-1), expert_RC
     exact = torch.promote_types(logit_RE.dtype, torch.float32)
-    weight_RC, expert_RC = logit_RE.softmax(-1, dtype=exact).topk(row.count, -1)
+    weight_RE = logit_RE.softmax(-1, dtype=exact)
+    expert_RC = choose(weight_RE.topk(row.count, -1).indices)
+    weight_RC = weight_RE.gather(-1, expert_RC)
     if row.renormalises:
         weight_RC = weight_RC / weight_RC.sum(-1, keepdim=True)
     return weight_RC if row.weights_in_float32 else weight_RC.to(logit_RE.dtype), expert_RC

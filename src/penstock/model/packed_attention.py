@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UserError
-from penstock.model.attention import AttentionCall, can_use_flash, plain_attention
+from penstock.model.attention import AttentionCall, Step, can_use_flash, plain_attention
 
 ATTENTION_NAME = "penstock_packed"
 
@@ -123,11 +123,12 @@ def packed_attention(
     return joined_THD[None], None
 
 
-class PackedStep:
-    """The `Step` of one pass over a packed row."""
+class PackedStep(Step):
+    """The `Step` of one pass over a packed row; tokens take the experts that an engine took, if they are known."""
 
-    def __init__(self, layout: PackLayout) -> None:
-        self.layout = layout
+    def __init__(self, layout: PackLayout, experts_TLC: Tensor | None = None) -> None:
+        """experts_TLC: int16, of each token and layer, number + 1; 0: not known."""
+        self.layout, self._experts_TLC = layout, experts_TLC
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Do nothing: a pass has all its keys and values."""
@@ -145,6 +146,14 @@ class PackedStep:
             softcap=call.softcap,
             s_aux=call.sinks,
         )[0]
+
+    def choose(self, layer: int, kept_K: Tensor | None, expert_RC: Tensor) -> Tensor:
+        if self._experts_TLC is None:
+            return expert_RC
+        known_RC = self._experts_TLC[:, layer].long()
+        if kept_K is not None:
+            known_RC = known_RC.index_select(0, kept_K)
+        return torch.where(known_RC > 0, known_RC - 1, expert_RC)
 
 
 def _by_block(

@@ -69,6 +69,9 @@ class DiskWatch:
         checkpoint, keep = self._checkpoint_bytes(), settings.keep + 1 + bool(settings.keep_best)
         free = self._free(self._folder)
         written = f"at most {size_text(journal)} of journal ({TOKEN} bytes a token)"
+        cuts = any(self._config.task_sampling(task).cuts_tokens for task in self._config.tasks)
+        if cuts or self._config.engine.options.get("router_replay"):
+            written += " without what tokens are chosen from (docs/off-policy.md)"
         if checkpoint:
             written += (
                 f" and {keep} checkpoints of {size_text(checkpoint)} (one while it is written)"

@@ -391,7 +391,7 @@ class Consumer(Learner):
             inputs.newest_N = to_device(part.flat.staleness_N == 0, device)
         needs_proximal = settings.decoupled or settings.newest_from_trainer
         if settings.kl_in_reward or (num_updates > 1 and needs_proximal):
-            inputs.proximal_N = self._logprobs(part.flat, inputs, self.policy)
+            inputs.proximal_N = self._logprobs(part.flat, inputs, self.policy, replays=True)
         part.set_advantages(self._advantages(groups, part))
         return part
 
@@ -419,7 +419,9 @@ class Consumer(Learner):
         flat = FlatBatch.from_groups(hinted, step, settings, self.policy.end_ids)
         return self._logprobs(flat, part.inputs, self.policy)
 
-    def _logprobs(self, flat: FlatBatch, inputs: TokenInputs, policy: Policy) -> Tensor:
+    def _logprobs(
+        self, flat: FlatBatch, inputs: TokenInputs, policy: Policy, *, replays: bool = False
+    ) -> Tensor:
         """The log-probs of all trained tokens under `policy`, or a critic's values, without gradients."""
         policy.train(False)
         result_N = torch.zeros_like(inputs.behaviour_N)
@@ -427,7 +429,7 @@ class Consumer(Learner):
         def keep(pack: Pack, logprobs_N: Tensor, _: Tensor) -> None:
             result_N[pack.index_N] = logprobs_N
 
-        packs = self._packs(flat, np.arange(len(flat.rollouts)))
+        packs = self._packs(flat, np.arange(len(flat.rollouts)), replays=replays)
         run_passes(policy, packs, self._counted(inputs.sampled_for), keep, check=self._check_stop)
         policy.release()
         return result_N
@@ -465,7 +467,12 @@ class Consumer(Learner):
 
         for part_R, backward in ((live_R, True), (idle_R, False)):
             self.forward_backward(
-                self._packs(flat, part_R, joined_by=part.algorithm if part.joins_rows else None),
+                self._packs(
+                    flat,
+                    part_R,
+                    joined_by=part.algorithm if part.joins_rows else None,
+                    replays=True,
+                ),
                 self._counted(functools.partial(part.inputs_of_pass, self.teachers)),
                 finish,
                 backward=backward,
@@ -521,11 +528,17 @@ class Consumer(Learner):
     # ---- packs
 
     def _packs(
-        self, flat: FlatBatch, chosen_R: np.ndarray, *, joined_by: Algorithm | None = None
+        self,
+        flat: FlatBatch,
+        chosen_R: np.ndarray,
+        *,
+        joined_by: Algorithm | None = None,
+        replays: bool = False,
     ) -> Iterator[Pack]:
         """Packs of the chosen rollouts' rows that have trained tokens.
 
-        Rows of one rollout share a pack if the loss of a token depends on the rollout's other tokens.
+        Rows of one rollout share a pack if the loss of a token depends on the rollout's other tokens. `replays`: the
+        policy that sampled them scores them, and takes the experts that it took.
         """
         units = flat.units(chosen_R, joined=joined_by is not None)
         if not self._can_pack and any(len(unit) > 1 for unit in units):
@@ -542,6 +555,7 @@ class Consumer(Learner):
             joins=self._can_pack,
             device=self.policy.device,
             ranks=self.ranks,
+            replays=replays,
         )
 
     # ---- settings

@@ -7,7 +7,7 @@ an update is the sum of its parts, each times its weight.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,7 @@ class LossPart:
         teacher = None
         if settings.compares_vocabulary:
             with torch.no_grad():
-                teacher = teachers[settings.teacher].head_inputs(pack)
+                teacher = teachers[settings.teacher].head_inputs(replace(pack, experts_TN=None))
         terms = VocabularyTerms(
             entropy=settings.entropy_beta > 0, teacher=teacher, divergence=settings.divergence
         )

@@ -73,6 +73,7 @@ class Pack:
     index_N: Tensor  # the same on the device
     sequence_N: Tensor  # which rollout of the pack each token belongs to
     kept: Kept | None = None  # None: every token was sampled from the whole vocabulary
+    experts_TN: Tensor | None = None  # see `Choices.experts`; None: the router chooses
 
 
 def join_by_context(
@@ -154,8 +155,11 @@ def make_packs(
     joins: bool,
     device: torch.device,
     ranks: Ranks,
+    replays: bool = False,
 ) -> Iterator[Pack]:
     """Yield packs of the rows in `units`, and empty packs up to the largest rank's count.
+
+    `replays`: tokens take the experts that their engine took.
 
     No unit is split. With `joins`, units of one tree (a group, a session) share a pack where they fit. A
     sharded forward pass needs all ranks, so every rank makes the same number of passes. See `make_pack`.
@@ -167,7 +171,14 @@ def make_packs(
     for part in bins:
         numbers = [number for index in part for number in units[index]]
         yield make_pack(
-            numbers, rows, predictors, flat.bounds_S1, device, flat.rollout_S, flat.choices
+            numbers,
+            rows,
+            predictors,
+            flat.bounds_S1,
+            device,
+            flat.rollout_S,
+            flat.choices,
+            replays=replays,
         )
     for _ in range(missing):
         yield empty_pack(device)
@@ -228,6 +239,8 @@ def make_pack(
     device: torch.device,
     owner: Sequence[int] | np.ndarray | None = None,
     choices: Sequence[Choices | None] = (),
+    *,
+    replays: bool = False,
 ) -> Pack:
     """Pack the rows `numbers` of a batch.
 
@@ -273,7 +286,27 @@ def make_pack(
         index_N=index_N,
         sequence_N=sequence_N,
         kept=_kept([(choices[n], predictors[n]) for n in ordered], device) if choices else None,
+        experts_TN=_experts([(choices[n], last_segment[n]) for n in ordered], device)
+        if replays
+        else None,
     )
+
+
+def _experts(
+    rows: Sequence[tuple[Choices | None, _Segment]], device: torch.device
+) -> Tensor | None:
+    """The experts of all tokens of a pack; those of a shared token are of the first row that knows them."""
+    known = [(made.experts, end.places) for made, end in rows if made and made.experts.shape[1]]
+    if not known:
+        return None
+    width, total = known[0][0].shape[1], 1 + max(int(end.places.max()) for _, end in rows)
+    experts_TN = np.zeros((total, width), np.int16)
+    for experts, places in known:
+        if experts.shape[1] == width:
+            new = places[: len(experts)]
+            is_free = ~experts_TN[new].any(1)
+            experts_TN[new[is_free]] = experts[: len(new)][is_free]
+    return torch.from_numpy(experts_TN).to(device)
 
 
 def _kept(rows: Sequence[tuple[Choices | None, np.ndarray]], device: torch.device) -> Kept | None:

@@ -217,18 +217,28 @@ class Policy(nn.Module):
         ops, products = self._table()
         if self._rank_decoder is not None:
             return self._rank_decoder.hidden_states(
-                ops, products, pack, hidden, checkpoints=self._checkpoints
+                ops, products, pack, self._step(pack), hidden, checkpoints=self._checkpoints
             )
         return hidden_states(
             ops,
             self.family,
             self._read_weights(products),
-            packed_attention.PackedStep(pack.layout),
+            self._step(pack),
             pack.input_ids_T,
             pack.position_ids_T,
             pack.predictor_N,
             checkpoints=self._checkpoints,
         )
+
+    def _step(self, pack: Pack) -> packed_attention.PackedStep:
+        """The step of a pack, with the experts that an engine of this model took."""
+        assert self.family is not None
+        chosen, row = pack.experts_TN, self.family.experts
+        if chosen is not None and row is not None:
+            layers = len(self.family.layers)
+            is_ours = chosen.shape[1] == layers * row.count  # else another model's rollouts
+            chosen = chosen.unflatten(1, (layers, row.count)) if is_ours else None
+        return packed_attention.PackedStep(pack.layout, None if row is None else chosen)
 
     def _read_weights(self, products: Products) -> Weights:
         """The model's weights. Joint ones are read once: to look them up takes longer than to launch a layer."""

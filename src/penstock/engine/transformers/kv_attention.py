@@ -96,20 +96,23 @@ class KVShape:
     key_size: int
     value_size: int
     dtype: torch.dtype
+    experts: int = 0  # of a token in a layer, if they are recorded
 
     @classmethod
-    def of(cls, family: Family, dtype: torch.dtype) -> KVShape:
+    def of(cls, family: Family, dtype: torch.dtype, *, records: bool = False) -> KVShape:
         return cls(
             layers=len(family.layers),
             heads=family.kv_heads,
             key_size=family.head_size,
             value_size=family.head_size,
             dtype=dtype,
+            experts=family.experts.count if records and family.experts else 0,
         )
 
     @property
     def bytes_per_token(self) -> int:
-        return self.layers * self.heads * (self.key_size + self.value_size) * self.dtype.itemsize
+        heads = self.heads * (self.key_size + self.value_size) * self.dtype.itemsize
+        return self.layers * (heads + 2 * self.experts)
 
 
 def probe_shape(model: torch.nn.Module, longest: int) -> KVShape:

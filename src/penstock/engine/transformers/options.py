@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from penstock.config.demo import resolve_model_path
 from penstock.engine.protocol import check_options
 from penstock.errors import UserError
+from penstock.model.families import Family
 from penstock.model.loading import choose_device, compute_dtype
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class TransformersOptions:
     pack: bool = True  # on a CPU: keep a second copy of the weights in its library's layout
     cuda_graphs: bool = True
     kv_memory_share: float = 0.6  # share of the device's free memory for keys and values
+    router_replay: bool = False  # record the experts of each token, which the trainer then takes
 
     OPTION_NAMES = (
         "max_tokens_in_flight",
@@ -98,6 +100,7 @@ class TransformersOptions:
         "pack",
         "cuda_graphs",
         "kv_memory_share",
+        "router_replay",
     )
 
     @property
@@ -122,6 +125,17 @@ class TransformersOptions:
             load=Load.of(config, index, torch.cuda.device_count()),
             threads=config.engine.threads,
             **check_options(cls, cls.OPTION_NAMES, config.engine.options),
+        )
+
+
+def check_router_replay(model: Any, family: Family | None) -> None:
+    """Refuse to record the experts of a model whose routers are not those of the decoder."""
+    if family is None or family.experts is None:
+        kind = model.config.get_text_config().model_type
+        lacks = "no experts" if family is not None else "no row in the table of families"
+        raise UserError(
+            f"engine.options.router_replay: got true with a model of type {kind}, which has {lacks}, allowed: "
+            "false, or a family with experts (gpt_oss, mixtral, qwen3_moe)"
         )
 
 

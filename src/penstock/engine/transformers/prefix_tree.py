@@ -15,14 +15,16 @@ from torch import Tensor
 
 @dataclass(slots=True, frozen=True)
 class StoredKV:
-    """Keys and values of tokens that follow each other, [layers, tokens, kv heads, size]."""
+    """Keys and values of tokens that follow each other, [layers, tokens, kv heads, size], and their experts."""
 
     keys: Tensor
     values: Tensor
+    experts: Tensor  # int16 [layers, tokens, experts of a token]: number + 1; none are recorded: no columns
 
     def __getitem__(self, tokens: slice) -> StoredKV:
         """A copy: a view would keep the memory of all tokens."""
-        return StoredKV(self.keys[:, tokens].clone(), self.values[:, tokens].clone())
+        parts = (self.keys, self.values, self.experts)
+        return StoredKV(*(part[:, tokens].clone() for part in parts))
 
 
 @dataclass(slots=True, eq=False)

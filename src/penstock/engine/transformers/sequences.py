@@ -278,7 +278,7 @@ class SlotTable:
         return self.out_ids[slot, :num_new].copy(), self.out_logprobs[slot, :num_new].copy()
 
     def choices(self, slot: int, experts: np.ndarray | None = None) -> Choices | None:
-        """What the new tokens so far were chosen from; `experts` are those of all passes of the slot."""
+        """What the new tokens so far were chosen from; `experts`, int16, are those of all passes of the slot."""
         sequence, num_new, kept = self.sequences[slot], int(self.num_new[slot]), self.kept[slot]
         assert sequence is not None
         if not num_new or (experts is None and not kept):
@@ -287,11 +287,12 @@ class SlotTable:
         first = prefill - 1 if len(sequence.request.response_ids) else 0
         choices = Choices.unknown(prefill + num_new - 1 - first)
         choices.num_kept[len(choices) - len(kept) :] = [len(ids) for ids in kept]
-        return replace(
-            choices,
-            kept_ids=np.concatenate([choices.kept_ids, *kept]),
-            experts=choices.experts if experts is None else experts[first : first + len(choices)],
-        )
+        choices = replace(choices, kept_ids=np.concatenate([choices.kept_ids, *kept]))
+        if experts is None:
+            return choices
+        taken = experts[first : first + len(choices)]
+        kind = np.uint8 if taken.max(initial=0) < 256 else np.uint16
+        return replace(choices, experts=taken.astype(kind))
 
     @property
     def running(self) -> list[Sequence]:

@@ -26,6 +26,7 @@ from penstock.model.kernels import chains, gate_kernels, norm_kernels, row_sums,
 from penstock.model.kernels.chains import Masters, Part, run
 from penstock.model.kernels.trained_products import Product, SortedRows, Stack
 from penstock.model.ops import (
+    Choose,
     Table,
     TorchOps,
     activation,
@@ -88,11 +89,11 @@ class TrainOps:
         parts = [linear, *_norm(family, norm)]
         return run(self.masters, parts, rows_RN, x_RD, family.residual_scale)
 
-    def mlp(self, family: Family, weights: LayerWeights, x_RD: Tensor) -> Tensor:
+    def mlp(self, family: Family, weights: LayerWeights, choose: Choose, x_RD: Tensor) -> Tensor:
         *_, before, after = weights.norms
         parts = _norm(family, before)
         if isinstance(weights.mlp, ExpertWeights):
-            parts.append(functools.partial(_experts, self.masters, family, weights.mlp))
+            parts.append(functools.partial(_experts, self.masters, family, weights.mlp, choose))
         else:
             gates, down = weights.mlp
             parts += [gates, *_gate(family.activation, down)]
@@ -359,13 +360,15 @@ class _Gate(chains.Step):
 # ---- experts
 
 
-def _experts(masters: Masters, family: Family, weights: ExpertWeights, x_RD: Tensor) -> Tensor:
+def _experts(
+    masters: Masters, family: Family, weights: ExpertWeights, choose: Choose, x_RD: Tensor
+) -> Tensor:
     """The chosen experts' outputs of each token, weighted and added up in the order of choice."""
     row, gates, down = family.experts, weights.gates, weights.down
     assert row is not None
     if not isinstance(gates, Stack) or not isinstance(down, Stack):
-        return mix_experts(family, weights, x_RD, 1)
-    weight_RC, expert_RC = route(row, weights.router(x_RD))
+        return mix_experts(family, weights, choose, x_RD, 1)
+    weight_RC, expert_RC = route(row, weights.router(x_RD), choose)
     rows = SortedRows.of(expert_RC, len(gates))
     parts: list[Part] = [gates.of(rows)]
     if row.clamp is None:

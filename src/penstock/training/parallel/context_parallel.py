@@ -58,6 +58,9 @@ def share_pack(pack: Pack, axis: Axis) -> SharedPack:
             layout=layout,
             predictor_N=pack.predictor_N[own_N] - first,
             target_N=pack.target_N[own_N],
+            experts_TN=None
+            if pack.experts_TN is None
+            else pad(pack.experts_TN, (0, 0, 0, missing))[first : first + each],
             kept=None if pack.kept is None else pack.kept.select(own_N.cpu().numpy()),
         ),
         own_N=own_N,

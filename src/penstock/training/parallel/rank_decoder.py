@@ -76,13 +76,19 @@ class RankDecoder:
         return cls(model=model, body=body, family=family, share=share, is_last=is_last)
 
     def hidden_states(
-        self, ops: Ops, products: Products, pack: Pack, hidden: Tensor | None, *, checkpoints: bool
+        self,
+        ops: Ops,
+        products: Products,
+        pack: Pack,
+        step: PackedStep,
+        hidden: Tensor | None,
+        *,
+        checkpoints: bool,
     ) -> Tensor:
         """What this stage makes of the states of the stage before, [1, tokens, size]; of the predictors, if it is last."""
         family = self.family
         x_RD = self._embed(pack.input_ids_T) if hidden is None else hidden[0]
         tables = rotations(family, pack.position_ids_T, x_RD.dtype)
-        step = PackedStep(pack.layout)
         last = str(len(family.layers) - 1)
         for name, layer in self.body.layers.named_children():
             row = family.layers[int(name)]

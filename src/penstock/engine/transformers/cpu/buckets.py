@@ -17,6 +17,7 @@ from penstock.engine.transformers.kv_attention import KVShape
 from penstock.engine.transformers.prefix_tree import StoredKV
 
 SMALLEST = 64  # tokens
+_PARTS = ("keys", "values", "experts")
 
 
 @dataclass(slots=True)
@@ -26,11 +27,12 @@ class Bucket:
     capacity: int
     keys: torch.Tensor  # [layers, rows, capacity, kv heads, key size]
     values: torch.Tensor
+    experts: torch.Tensor  # int16 [layers, rows, capacity, experts of a token], see `StoredKV`
     slots: list[int] = field(default_factory=list)
 
     def grow(self) -> None:
         rows = max(4, 2 * self.keys.shape[1])
-        for name in ("keys", "values"):
+        for name in _PARTS:
             old = getattr(self, name)
             new = old.new_zeros(old.shape[0], rows, *old.shape[2:])
             new[:, : old.shape[1]] = old
@@ -51,8 +53,8 @@ class BucketedKV:
         first = 0
         for stored, count in parts:
             end = first + count
-            bucket.keys[:, row, first:end] = stored.keys[:, :count]
-            bucket.values[:, row, first:end] = stored.values[:, :count]
+            for name in _PARTS:
+                getattr(bucket, name)[:, row, first:end] = getattr(stored, name)[:, :count]
             first = end
         assert first == length
 
@@ -60,7 +62,7 @@ class BucketedKV:
         """A view of the slot's row, valid until the next change of the cache."""
         capacity, row = self._place[slot]
         bucket = self._buckets[capacity]
-        return StoredKV(bucket.keys[:, row], bucket.values[:, row])
+        return StoredKV(*(getattr(bucket, name)[:, row] for name in _PARTS))
 
     def remove(self, slot: int) -> None:
         """Free the slot's row and move the bucket's last row into it."""
@@ -68,8 +70,8 @@ class BucketedKV:
         bucket = self._buckets[capacity]
         last = len(bucket.slots) - 1
         if row != last:
-            bucket.keys[:, row] = bucket.keys[:, last]
-            bucket.values[:, row] = bucket.values[:, last]
+            for name in _PARTS:
+                getattr(bucket, name)[:, row] = getattr(bucket, name)[:, last]
             moved = bucket.slots[last]
             bucket.slots[row] = moved
             self._place[moved] = (capacity, row)
@@ -113,10 +115,13 @@ class BucketedKV:
 
     def _empty_bucket(self, capacity: int) -> Bucket:
         shape = self.shape
+
+        def empty(*sizes: int, dtype: torch.dtype = shape.dtype) -> torch.Tensor:
+            return torch.zeros(shape.layers, 0, capacity, *sizes, dtype=dtype)
+
         return Bucket(
             capacity,
-            torch.zeros(shape.layers, 0, capacity, shape.heads, shape.key_size, dtype=shape.dtype),
-            torch.zeros(
-                shape.layers, 0, capacity, shape.heads, shape.value_size, dtype=shape.dtype
-            ),
+            empty(shape.heads, shape.key_size),
+            empty(shape.heads, shape.value_size),
+            empty(shape.experts, dtype=torch.int16),
         )

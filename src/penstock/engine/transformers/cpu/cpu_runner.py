@@ -19,6 +19,7 @@ from penstock.engine.transformers.cpu.packed_linear import ModelLinears, choose_
 from penstock.engine.transformers.kv_attention import KVShape, own_logits, probe_shape
 from penstock.engine.transformers.options import (
     TransformersOptions,
+    check_router_replay,
     longest_request,
 )
 from penstock.engine.transformers.prefix_tree import Node, PrefixTree
@@ -54,6 +55,8 @@ class CpuRunner:
         self._text_of = text_of
         longest = min(self.longest, options.load.longest or self.longest)
         self._family = family_of(model.config, longest) if options.fuse else None
+        if options.router_replay:
+            check_router_replay(model, self._family)
         self._linears = ModelLinears(choose_linear(model) if options.pack else PlainLinear)
         plain = False
         if self._family is None:
@@ -61,7 +64,8 @@ class CpuRunner:
         else:
             self._weights = read_weights(model, self._family, self._linears)
             check_decoder(model, self._family, self._weights, longest)
-            shape = KVShape.of(self._family, self._weights.embedding.dtype)
+            dtype = self._weights.embedding.dtype
+            shape = KVShape.of(self._family, dtype, records=options.router_replay)
             sizes, kind = self._linears.sizes, self._linears.kind
             plain = self._family.softcap is not None or self._family.has_sinks
         self._quantum, self.batch_invariant = find_row_quantum(
@@ -91,7 +95,7 @@ class CpuRunner:
         ends = [self._tree.path(sequence.token_ids)[-1] for sequence in prefilled]
         paths = ([*end.ancestors, end] for end in ends)
         missing = dict.fromkeys(node for path in paths for node in path if node.kv is None)
-        prefill = PrefillRows(list(missing), len(decode.slots_N))
+        prefill = PrefillRows(list(missing), len(decode.slots_N), self._kv.shape)
         logits_NV = self._forward(decode, prefill, ends)
         table.length[decode.slots_N] += 1
         for node, stored in prefill.finish():
@@ -106,7 +110,10 @@ class CpuRunner:
         return table.record(slots_N, token_N.numpy(), logprob_N.numpy(), self._text_of, kept)
 
     def choices(self, slot: int) -> Choices | None:
-        return self.table.choices(slot)
+        if not self._kv.shape.experts:
+            return self.table.choices(slot)
+        experts = self._kv.read(slot).experts.transpose(0, 1).flatten(1).numpy()
+        return self.table.choices(slot, experts)
 
     def _join_decode(self, sequence: Sequence) -> bool:
         """Make a new request of which all but the last token is stored a row to decode."""

@@ -16,8 +16,9 @@ import torch
 from torch.nn import functional
 
 from penstock.engine.transformers.cpu.buckets import Bucket, BucketedKV
+from penstock.engine.transformers.kv_attention import KVShape
 from penstock.engine.transformers.prefix_tree import Node, StoredKV
-from penstock.model.attention import AttentionCall, plain_attention
+from penstock.model.attention import AttentionCall, Step, plain_attention
 
 QUANTUM = 16  # attention lengths are multiples of it: a vector remainder would change a row's bits
 _QUERIES = 128  # tokens of a run that attend together: they see no keys that only later ones need
@@ -28,7 +29,7 @@ def round_up(value: int, quantum: int) -> int:
     return -(-value // quantum) * quantum
 
 
-class RowsStep:
+class RowsStep(Step):
     """The `Step` of one forward pass: its decoded rows and its prefilled rows."""
 
     def __init__(self, decode: DecodeRows, prefill: PrefillRows) -> None:
@@ -48,6 +49,18 @@ class RowsStep:
         if self._used < rows:
             output[:, self._used :] = 0
         return output
+
+    def choose(
+        self, layer: int, kept_K: torch.Tensor | None, expert_RC: torch.Tensor
+    ) -> torch.Tensor:
+        """Record the router's choice; rows that are not kept have no experts in the layer."""
+        number_RC = expert_RC.to(torch.int16) + 1
+        if kept_K is not None:
+            number_RC = torch.zeros(self._used, number_RC.shape[1], dtype=torch.int16)
+            number_RC[kept_K] = expert_RC.to(torch.int16) + 1
+        self._decode.record(layer, number_RC)
+        self._prefill.record(layer, number_RC)
+        return expert_RC
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,6 +93,13 @@ class DecodeRows:
             keys, values = part.stored[layer]
             keys.index_copy_(0, part.target, key_RHD[part.first : part.end])
             values.index_copy_(0, part.target, value_RHD[part.first : part.end])
+
+    def record(self, layer: int, number_RC: torch.Tensor) -> None:
+        """Store the experts of the decoded rows, if buckets have a place for them."""
+        for part in self._parts:
+            if part.bucket.experts.shape[-1]:
+                stored = part.bucket.experts[layer].flatten(0, 1)
+                stored.index_copy_(0, part.target, number_RC[part.first : part.end])
 
     def attend(self, layer: int, call: AttentionCall, output: torch.Tensor) -> None:
         """Fill the decoded rows of `output` [1, rows, heads, value size]."""
@@ -125,7 +145,7 @@ class PrefillRows:
     A token sees its ancestors in the prefix tree, which are stored or computed in the same pass.
     """
 
-    def __init__(self, nodes: list[Node], start: int) -> None:
+    def __init__(self, nodes: list[Node], start: int, shape: KVShape) -> None:
         # runs of one shape beside each other attend in one call, which costs more than a short run
         self.spans: list[Span] = []
         for node in sorted(nodes, key=lambda node: (node.start, len(node.ids))):
@@ -135,12 +155,19 @@ class PrefillRows:
         self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
+        rows = self.spans[-1].end - self.spans[0].start if self.spans else 0
+        self._experts = torch.zeros(shape.layers, rows, shape.experts, dtype=torch.int16)
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         assert layer == len(self._keys), "layers store in their order"
         rows = slice(self.spans[0].start, self.spans[-1].end)
         self._keys.append(key[0, :, rows].transpose(0, 1))
         self._values.append(value[0, :, rows].transpose(0, 1))
+
+    def record(self, layer: int, number_RC: torch.Tensor) -> None:
+        """Keep the experts of the prefilled rows, if they are recorded."""
+        if self._experts.numel():
+            self._experts[layer] = number_RC[self.spans[0].start : self.spans[-1].end]
 
     def attend(self, layer: int, call: AttentionCall, output: torch.Tensor) -> None:
         """Fill the prefilled rows of `output` [1, rows, heads, value size]."""
@@ -162,7 +189,7 @@ class PrefillRows:
         """Each computed node with its keys and values."""
         if self.spans:
             first = self.spans[0].start
-            computed = StoredKV(torch.stack(self._keys), torch.stack(self._values))
+            computed = StoredKV(torch.stack(self._keys), torch.stack(self._values), self._experts)
             for span in self.spans:
                 yield span.node, computed[span.start - first : span.end - first]
 

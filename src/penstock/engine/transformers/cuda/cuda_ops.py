@@ -29,7 +29,7 @@ from penstock.model.kernels.row_kernels import (
     project_and_store,
 )
 from penstock.model.kernels.row_tiles import Norm
-from penstock.model.ops import Table, TorchOps, activation
+from penstock.model.ops import Choose, Table, TorchOps, activation
 
 
 class CudaOps:
@@ -128,7 +128,7 @@ class CudaOps:
         x_RD.addmm_(rows_RN, linear.weight.t(), alpha=scale)
         return x_RD if linear.bias is None else x_RD.add_(linear.bias, alpha=scale)
 
-    def mlp(self, family: Family, weights: LayerWeights, x_RD: Tensor) -> Tensor:
+    def mlp(self, family: Family, weights: LayerWeights, choose: Choose, x_RD: Tensor) -> Tensor:
         *_, before, after = weights.norms
         if isinstance(weights.mlp, ExpertWeights):
             return self._experts(family, weights, weights.mlp, x_RD)

@@ -40,6 +40,7 @@ from penstock.engine.transformers.sequences import (
     SlotTable,
     TextOf,
 )
+from penstock.errors import UserError
 from penstock.model.arithmetic import any_order, has_experts
 from penstock.model.attention import Step
 from penstock.model.families import family_of
@@ -120,6 +121,11 @@ class CudaRunner:
         self._launched = np.zeros(self._slots, np.int64)  # tokens, whether read yet or not
         self._region: dict[int, tuple[int, int]] = {}
         self.prompts: dict[bytes, CachedPrompt] = {}
+        if options.router_replay:
+            raise UserError(
+                "engine.options.router_replay: got true with an engine on a GPU, whose kernels record no experts "
+                "yet, allowed: false, or model.device=cpu"
+            )
         self._pending: deque[Launch] = deque()
         self._active: list[int] = []
         self._rows_changed = True

@@ -13,6 +13,7 @@ import torch
 from penstock.engine.transformers.cuda.regions import KVPool
 from penstock.model.attention import (
     AttentionCall,
+    Step,
     can_use_flash,
     causal_attention,
     flash_attention,
@@ -23,7 +24,7 @@ from penstock.model.packed_attention import flash_aligns_ends
 from penstock.model.transfer import to_device
 
 
-class DecodeStep:
+class DecodeStep(Step):
     """One token per row: stored at the end of its region, attending to the region."""
 
     def __init__(
@@ -57,7 +58,7 @@ class DecodeStep:
         )[None]
 
 
-class PrefillStep:
+class PrefillStep(Step):
     """Packed prompts; each row of keys and values is stored in one region or several."""
 
     def __init__(
@@ -106,7 +107,7 @@ class PrefillStep:
         return rows.reshape(-1, self._longest, *rows.shape[1:]).transpose(1, 2)
 
 
-class ChunkStep:
+class ChunkStep(Step):
     """Some rows of one prompt, whose rows before them are stored in its region."""
 
     def __init__(self, pool: KVPool, start: int, first: int, count: int) -> None:
