@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -325,7 +325,7 @@ class ReplayBuffer:
                 f"max_groups_per_task: got {max_groups_per_task}, allowed: 0 (no bound) or more"
             )
         self.max_groups_per_task = max_groups_per_task  # bound on COMPLETED groups; 0: no bound
-        self._heaps: dict[tuple[str, Status], _Heap] = {}
+        self._heaps: defaultdict[tuple[str, Status], _Heap] = defaultdict(_Heap)
         self._ids: set[str] = set()
         self._ticks = itertools.count()
 
@@ -338,26 +338,22 @@ class ReplayBuffer:
         self._push(group, priority, _NO_VERSION if version is None else version, train_step)
 
     def _push(self, group: Group, priority: int, version: int, train_step: int) -> None:
-        place = (group.task, group.status)
-        heap = self._heaps.get(place)
-        if heap is None:
-            heap = self._heaps[place] = _Heap()
+        heap = self._heaps[group.task, group.status]
         entry = _Entry(-priority, group.cursor, next(self._ticks), group, version, train_step)
         heapq.heappush(heap.entries, entry)
         heap.oldest_version = min(heap.oldest_version, version)
 
     def take(self, task_name: str, group_status: Status) -> Group | None:
         """Take and return the first group in order; None without one."""
-        heap = self._heaps.get((task_name, group_status))
-        if heap is None or not heap.entries:
+        heap = self._heaps[task_name, group_status]
+        if not heap.entries:
             return None
         group = heapq.heappop(heap.entries).group
         self._ids.discard(group.group_id)
         return group
 
     def count(self, task_name: str, group_status: Status) -> int:
-        heap = self._heaps.get((task_name, group_status))
-        return 0 if heap is None else len(heap.entries)
+        return len(self._heaps[task_name, group_status].entries)
 
     def has_room(self, task_name: str, reserved: int) -> bool:
         """Whether one more COMPLETED group fits beside those held and `reserved` others."""
@@ -379,8 +375,8 @@ class ReplayBuffer:
         """
         expired: list[Group] = []
         for status in statuses:
-            heap = self._heaps.get((task_name, status))
-            if heap is None or staleness(train_step, heap.oldest_version) < stale_threshold:
+            heap = self._heaps[task_name, status]
+            if staleness(train_step, heap.oldest_version) < stale_threshold:
                 continue
             fresh: list[_Entry] = []
             stale: list[_Entry] = []
@@ -400,10 +396,8 @@ class ReplayBuffer:
 
     def first_entry(self, task_name: str, group_status: Status) -> tuple[int, int] | None:
         """(priority, since_step) of the group that would be taken next; None without one."""
-        heap = self._heaps.get((task_name, group_status))
-        if heap is None or not heap.entries:
-            return None
-        return -heap.entries[0].rank, heap.entries[0].since_step
+        entries = self._heaps[task_name, group_status].entries
+        return (-entries[0].rank, entries[0].since_step) if entries else None
 
     def __len__(self) -> int:
         return len(self._ids)

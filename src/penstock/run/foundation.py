@@ -23,7 +23,10 @@ from penstock.workers.supervise.supervised import SupervisionCallbacks
 
 
 class BatchSource(Protocol):
-    """Where the batches of a run come from: its producer, or the journal of another run."""
+    """Where the batches of a run come from: its producer, or the journal of another run.
+
+    The methods that return something here are those of a source that generates nothing.
+    """
 
     async def restore(self, journal: Journal) -> None:
         """Continue from what the run's own journal holds."""
@@ -36,18 +39,23 @@ class BatchSource(Protocol):
 
     def weights_updated(self, version: int) -> None:
         """Note that the engines confirmed these weights."""
+        return
 
     async def pause(self, *, abort: bool) -> float:
         """Generate nothing until `resume`; abort what is running or wait for it; return the seconds."""
+        return 0.0
 
     def resume(self) -> None:
         """Generate again; do nothing if it was not paused."""
+        return
 
     def read_metrics(self) -> dict[str, float]:
         """The metrics of the producing side since the last call."""
+        return {"time/producer_wait_s": 0.0}
 
     def snapshot(self) -> ProducerSnapshot:
         """The counts of groups by state."""
+        return ProducerSnapshot()
 
 
 class NewestVersion:

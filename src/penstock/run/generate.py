@@ -56,21 +56,7 @@ async def _generate(
     config: Config, prompts: list[str], num_generations: int, raw: bool
 ) -> list[Sample]:
     chat = ChatTemplate.from_config(config.model)
-    requests = _requests(config, prompts, num_generations, raw, chat)
-    async with opened_engine(config) as engine:
-        generations = await engine.generate_many(requests)
-    repeated = [prompt for prompt in prompts for _ in range(num_generations)]
-    return [
-        _sample(prompt, generation, chat)
-        for prompt, generation in zip(repeated, generations, strict=True)
-    ]
-
-
-def _requests(
-    config: Config, prompts: list[str], num_generations: int, raw: bool, chat: ChatTemplate
-) -> list[GenerationRequest]:
-    how = SamplingParams.from_config(config.sampling)
-    requests = []
+    how, requests = SamplingParams.from_config(config.sampling), list[GenerationRequest]()
     for i, prompt in enumerate(prompts):
         if raw:
             ids = np.asarray(chat.tokenizer(prompt)["input_ids"], np.int32)
@@ -81,7 +67,13 @@ def _requests(
             requests.append(
                 GenerationRequest(request_id=f"{i}.{k}", prompt_ids=ids, sampling=how, seed=seed)
             )
-    return requests
+    async with opened_engine(config) as engine:
+        generations = await engine.generate_many(requests)
+    repeated = [prompt for prompt in prompts for _ in range(num_generations)]
+    return [
+        _sample(prompt, generation, chat)
+        for prompt, generation in zip(repeated, generations, strict=True)
+    ]
 
 
 def _sample(prompt: str, generation: Generation, chat: ChatTemplate) -> Sample:

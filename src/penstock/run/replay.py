@@ -30,12 +30,11 @@ from penstock.errors import EngineError, RewardError, UserError
 from penstock.files import write_whole
 from penstock.inspection.track.logs import Notes
 from penstock.reward import VerifiableReward
-from penstock.rollout import ProducerSnapshot
 from penstock.rollout.agent import AgentLoop
 from penstock.rollout.agent.build import check_agent, loop_class
 from penstock.rollout.agent.function import InterruptedCalls
 from penstock.rollout.agent.session import KeptCalls
-from penstock.run.foundation import lay_foundation
+from penstock.run.foundation import BatchSource, lay_foundation
 from penstock.run.job import Job, join_parts, open_agent, open_reward, open_trainer, serve_agents
 from penstock.run.recover import recompute
 from penstock.run.run_data import RunData
@@ -363,8 +362,8 @@ async def open_fork(folder: RunFolder, notes: Notes | None = None) -> AsyncItera
         yield job
 
 
-class RecordedBatches:
-    """See `BatchSource`: recorded groups of another run, in the order they were trained."""
+class RecordedBatches(BatchSource):
+    """Recorded groups of another run, in the order they were trained."""
 
     def __init__(
         self,
@@ -438,20 +437,3 @@ class RecordedBatches:
                 if call.number >= len(known.get((rollout.rollout_id, rollout.seed), []))
             )
         )
-
-    def weights_updated(self, version: int) -> None:
-        """Do nothing: recorded batches do not depend on the version."""
-
-    async def pause(self, *, abort: bool) -> float:
-        """Do nothing: no group is generated."""
-        return 0.0
-
-    def resume(self) -> None:
-        """Do nothing: no group is generated."""
-
-    def read_metrics(self) -> dict[str, float]:
-        """No group is produced, and no producer waits."""
-        return {"time/producer_wait_s": 0.0}
-
-    def snapshot(self) -> ProducerSnapshot:
-        return ProducerSnapshot()

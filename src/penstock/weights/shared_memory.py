@@ -309,32 +309,29 @@ class SharedMemorySync:
         self._abandon_announced()
         entries, size = self._layout
         buffer = self.begin_buffer(size)
-        handle = self._handle(version, digest, buffer, entries, size)
+        location = location_of(buffer, entries, size, self._node)
+        handle = WeightHandle(version=version, digest=digest, kind=SHARED_MEMORY, location=location)
         self._announced = (handle, buffer)
         return handle
 
     def publish(
         self, version: int, digest: str, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> WeightHandle:
-        if self._announced is not None:
-            handle, buffer = self._announced
-            if (handle.version, handle.digest) == (version, digest):
-                try:
-                    self._write(buffer, handle.location["tensors"], weights)
-                finally:
-                    self._abandon_announced()
-                return handle
+        announced = self._announced and self._announced[0]
+        if announced is None or (announced.version, announced.digest) != (version, digest):
             self._abandon_announced()
-        tensors = [(name, tensor.detach()) for name, tensor in weights]
-        entries, size = self._layout = layout_of(tensors)
-        if self._on_device and tensors:
-            self._device = tensors[0][1].device
-        buffer = self.begin_buffer(size)
+            weights = tensors = [(name, tensor.detach()) for name, tensor in weights]
+            self._layout = layout_of(tensors)
+            if self._on_device and tensors:
+                self._device = tensors[0][1].device
+            self.announce(version, digest)
+        assert self._announced is not None
+        handle, buffer = self._announced
         try:
-            self._write(buffer, entries, tensors)
+            self._write(buffer, handle.location["tensors"], weights)
         finally:
-            buffer.abandon()
-        return self._handle(version, digest, buffer, entries, size)
+            self._abandon_announced()
+        return handle
 
     def _write(
         self,
@@ -371,12 +368,6 @@ class SharedMemorySync:
             assert is_begun, "a new file has no reader"
             self._buffers.append(begun)
         return begun
-
-    def _handle(
-        self, version: int, digest: str, buffer: BufferWriter, entries: list[Entry], size: int
-    ) -> WeightHandle:
-        location = location_of(buffer, entries, size, self._node)
-        return WeightHandle(version=version, digest=digest, kind=SHARED_MEMORY, location=location)
 
     def _abandon_announced(self) -> None:
         if self._announced is not None:
