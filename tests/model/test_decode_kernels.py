@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.model.kernels.row_tiles import Norm
-from penstock.model.sampling import stream_key, uniforms, uniforms_torch
+from penstock.model.sampling import stream_key
 from stages import decode_reference as reference
 
 pytestmark = pytest.mark.gpu(stand_in=True)
@@ -191,15 +191,6 @@ def test_a_step_looks_up_its_rows() -> None:
     assert torch.equal(got.x_BD, embedding[state.token[slot]] * 1.5)
     assert torch.equal(got.turn_BW, turns[[7, 7, 5]])
     assert [rows.tolist() for rows in got[2:]] == [[10, 99, 40], [17, 108, 45], [8, 10, 6]]
-
-
-def test_the_same_uniforms_everywhere() -> None:
-    import numpy as np
-
-    keys = np.array([stream_key(seed) for seed in range(100)], np.uint64)
-    index = np.arange(100)
-    there = uniforms_torch(torch.from_numpy(keys.view(np.int64)), torch.from_numpy(index))
-    assert np.array_equal(uniforms(keys, index), there.numpy())
 
 
 def test_rows_are_stored_where_they_belong() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.model.attention import plain_attention
-from penstock.model.sampling import uniforms_torch
+from penstock.model.sampling import uniforms
 
 
 def decode_attention(
@@ -90,7 +91,8 @@ def sample_rows(
     scaled_BV = logits_BV.float() / torch.where(greedy_B, 1.0, temperature_B)[:, None]
     logprobs_BV = scaled_BV.log_softmax(dim=-1)
     ends_BV = logprobs_BV.double().exp().cumsum(dim=-1)
-    target_B = uniforms_torch(key_B, index_B).double() * ends_BV[:, -1]
+    uniform_B = uniforms(key_B.cpu().numpy().view(np.uint64), index_B.cpu().numpy())
+    target_B = torch.from_numpy(uniform_B).to(ends_BV) * ends_BV[:, -1]
     token_B = (ends_BV <= target_B[:, None]).sum(dim=-1).clamp_max(logits_BV.shape[1] - 1)
     token_B = torch.where(greedy_B, logprobs_BV.argmax(dim=-1), token_B)
     return token_B, logprobs_BV.gather(1, token_B[:, None])[:, 0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,13 +46,7 @@ def check_decoder(
         if not length:
             continue
         ids_T = check_ids(len(weights.embedding), length).to(weights.embedding.device)
-        cut = Weights(
-            embedding=weights.embedding,
-            padding_id=weights.padding_id,
-            layers=weights.layers[:layers],
-            norm=weights.norm,
-            head=weights.head,
-        )
+        cut = replace(weights, layers=weights.layers[:layers])
         with torch.no_grad():
             with eager_attention(model), first_layers(model, layers):
                 plain_T = token_logprobs(

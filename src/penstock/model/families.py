@@ -67,11 +67,11 @@ class Family:
     has_sinks: bool
     activation: str
     experts: Experts | None
-    embedding_scale: float | None
-    embedding_scale_rounds: bool  # to the model's format, before the product
-    residual_scale: float
-    logit_scale: float
-    logit_cap: float | None
+    embedding_scale: float | None = None
+    embedding_scale_rounds: bool = False  # to the model's format, before the product
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
 
 
 _LLAMA_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
@@ -196,14 +196,7 @@ def family_of(config: Any, longest: int | None = None) -> Family | None:
     if longest is None:
         longest = text.max_position_embeddings
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    fields: dict[str, Any] = {
-        "embedding_scale": None,
-        "embedding_scale_rounds": False,
-        "residual_scale": 1.0,
-        "logit_scale": 1.0,
-        "logit_cap": None,
-    }
-    fields |= {name: read(text) for name, read in kind.extra.items()}
+    fields = {name: read(text) for name, read in kind.extra.items()}
     if text is not config:  # image models do not cap their logits
         fields["logit_cap"] = None
     return Family(

@@ -45,24 +45,6 @@ def uniforms(keys_N: np.ndarray, indices_N: np.ndarray) -> np.ndarray:
     return (x >> np.uint64(64 - _BITS)).astype(np.float32) * np.float32(2.0**-_BITS)
 
 
-def uniforms_torch(keys_N: torch.Tensor, indices_N: torch.Tensor) -> torch.Tensor:
-    """The numbers of `uniforms` from int64 tensors that hold the bits of the uint64 keys."""
-    x = keys_N + (indices_N.to(torch.int64) + 1) * _signed(_GOLDEN)
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
-    x = x ^ _shift_right(x, 31)
-    return _shift_right(x, 64 - _BITS).to(torch.float32) * 2.0**-_BITS
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift int64 as if it were unsigned."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
 # ---- the choice
 
 
