@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from penstock.model.decoder import rotations, run_layer  # noqa: E402
 from penstock.model.decoder_check import kinds_end  # noqa: E402
 from penstock.model.decoder_weights import ModuleProducts, read_weights  # noqa: E402
-from penstock.model.kernels import row_sums  # noqa: E402
+from penstock.model.kernels import layer_kernels  # noqa: E402
 from penstock.model.kernels.train_ops import TrainOps  # noqa: E402
 from penstock.model.kernels.trained_products import (  # noqa: E402
     Joint,
@@ -259,7 +259,7 @@ def test_rows_of_equal_numbers_are_added_in_their_order() -> None:
     number = torch.tensor([3, 1, 3, 0, 3, 1], device=DEVICE)
     rows = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     total, wanted = torch.ones(2, 5, 5, device=DEVICE).unbind()
-    row_sums.add_rows_(total, number, rows, skipped=1)
+    layer_kernels.add_rows_(total, number, rows, skipped=1)
     wanted[0] += rows[3]
     wanted[3] += rows[0] + rows[2] + rows[4]
     torch.testing.assert_close(total, wanted)

@@ -244,7 +244,7 @@ def flash_backward() -> list[torch.Tensor]:
 
 
 def norm_backward() -> list[torch.Tensor]:
-    from penstock.model.kernels.norm_kernels import norm_gradients
+    from penstock.model.kernels.layer_kernels import norm_gradients
 
     x, inverse = draw(30000, 896), draw(30000, dtype=torch.float32).abs()
     return list(norm_gradients(draw(30000, 896, seed=1), x, draw(896, seed=2), inverse))
@@ -260,7 +260,7 @@ def head() -> list[torch.Tensor]:
 
 
 def embedding_rows() -> list[torch.Tensor]:
-    from penstock.model.kernels.row_sums import add_rows_
+    from penstock.model.kernels.layer_kernels import add_rows_
 
     ids = torch.arange(20000, device="cuda") % 50  # every row gets 400 gradients
     total = torch.zeros(100, 896, device="cuda")

@@ -22,7 +22,7 @@ from penstock.model import attention
 from penstock.model.attention import AttentionCall, Step, can_use_flash
 from penstock.model.decoder_weights import ExpertWeights, LayerWeights, Linear, Weights
 from penstock.model.families import Family
-from penstock.model.kernels import chains, gate_kernels, norm_kernels, row_sums, turn_kernels
+from penstock.model.kernels import chains, layer_kernels, turn_kernels
 from penstock.model.kernels.chains import Masters, Part, run
 from penstock.model.kernels.trained_products import Product, SortedRows, Stack
 from penstock.model.ops import (
@@ -81,7 +81,7 @@ class TrainOps:
         return _attend_plainly(family, weights, index, step, joint_RC)
 
     def take(self, rows_RN: Tensor, number_K: Tensor) -> Tensor:
-        return row_sums.take_rows(rows_RN, number_K)
+        return layer_kernels.take_rows(rows_RN, number_K)
 
     def add_product(
         self, family: Family, x_RD: Tensor, rows_RN: Tensor, linear: Linear, norm: Tensor | None
@@ -120,7 +120,7 @@ class _Embedding(torch.autograd.Function):
         if master.grad is None:
             master.grad = torch.zeros_like(master)
         skipped = -1 if ctx.padding is None else ctx.padding  # a token that is not trained
-        row_sums.add_rows_(master.grad, ids_R, grads[0].contiguous(), skipped)
+        layer_kernels.add_rows_(master.grad, ids_R, grads[0].contiguous(), skipped)
         return None, None, None, None
 
 
@@ -131,7 +131,7 @@ def _norm(family: Family, weight: Tensor | None) -> list[Part]:
     """The norm with this weight, as parts of a layer; None: none."""
     if weight is None:
         return []
-    if weight.shape[0] > norm_kernels.LARGEST:
+    if weight.shape[0] > layer_kernels.LARGEST:
         return [lambda x: _TORCH.norm(family, x, weight)]
     return [_Norm(weight, family.epsilon, family.norm_adds_one)]
 
@@ -158,7 +158,7 @@ class _Norm(chains.Step):
         self, x: Tensor, residual: Tensor | None, scale: float
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         x = x.contiguous()
-        output, inverse = norm_kernels.rms_norm(
+        output, inverse = layer_kernels.rms_norm(
             x,
             self.weight,
             self.epsilon,
@@ -172,7 +172,7 @@ class _Norm(chains.Step):
         self, grad: Tensor, saved: Sequence[Tensor], added: Tensor | None
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
         x, inverse = saved
-        x_grad, weight_grad = norm_kernels.norm_gradients(
+        x_grad, weight_grad = layer_kernels.norm_gradients(
             grad, x, self.weight, inverse, added, adds_one=self.adds_one
         )
         return x_grad, (weight_grad,)
@@ -310,7 +310,7 @@ class _Attention(chains.Step):
 
 def _gate(name: str, down: Linear) -> list[Part]:
     """The activation of gate times up, and the product after it."""
-    if name not in gate_kernels.ACTIVATIONS:
+    if name not in layer_kernels.ACTIVATIONS:
         return [functools.partial(_plain_gate, name), down]
     if isinstance(down, Product):
         return [_Gate(name, down)]
@@ -334,7 +334,7 @@ class _Gate(chains.Step):
 
     def forward(self, x: Tensor, *, owned: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         gate_RF, up_RF = x.chunk(2, -1)
-        active_RF = gate_kernels.gate_values(gate_RF, up_RF, self.activation)
+        active_RF = layer_kernels.gate_values(gate_RF, up_RF, self.activation)
         return active_RF if self.down is None else self.down.multiply(active_RF), (x,)
 
     def forward_onto(
@@ -351,7 +351,7 @@ class _Gate(chains.Step):
         down = self.down
         active_RF = grad if down is None else down.multiply_back(grad)
         again = down is not None and down.trains
-        both_grad = gate_kernels.gate_gradients(active_RF, saved[0], self.activation, again=again)
+        both_grad = layer_kernels.gate_gradients(active_RF, saved[0], self.activation, again=again)
         if down is not None and down.trains:
             down.add_gradients(grad, active_RF)
         return both_grad, ()
