@@ -189,6 +189,11 @@ IN_LINE = [
     ("y=2x+1", "y = 2x + 1", True),
     ("3:4", "3:4", True),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}", True),
+    # a set is no point and no interval
+    ("(0,1)", r"\{0,1\}", False),
+    (r"\{1,2\}", "(2,1)", False),
+    (r"\left\{1,2\right\}", r"\left(1,2\right)", False),
+    ("(1,2)", "{1,2}", False),
     # too long to be looked at
     ("42", "9" * 100_000, False),
     ("42", "x+" * 50_000, False),
@@ -234,6 +239,9 @@ SYMBOLIC = [
     (r"\{1,2,3\}", r"\{1,2\}", False),
     (r"\{1,2\}", r"\{1,2,2\}", True),
     ("(1,2)", "(2,1)", False),
+    ("(1,2)", "1,2", True),
+    ("{1,2}", r"\{2,1\}", True),
+    (r"\{(1,2),(3,4)\}", "(3,4),(1,2)", True),
     # equations and inequalities
     ("y=2x+1", "y=1+2x", True),
     ("y=2x+1", "y=2x+2", False),

@@ -21,6 +21,7 @@ _SPACES = re.compile(r"\s+")
 _LAYOUT = re.compile(r"(?<!\d)\s++|\s++(?!\d)")  # a blank between two digits parts two numbers
 _SEVERAL_NUMBERS = re.compile(r"\d\s*(?:_|\\\\)|\d\s+\d")
 _CHOICE = re.compile(r"\(?([A-Za-z])[).]?")
+_BRACKET = re.compile(r"\\?[{}]|[][()]")
 _WORDS = re.compile(r"(?=.*[^\W\d_]{4})[^\W\d_]+(?: [^\W\d_]+)*")  # too long for a product
 
 
@@ -58,7 +59,23 @@ def _decide_cleaned(gold: str, answer: str) -> bool | None:
         return same_quantity(gold_quantity, answer_quantity)
     if gold_quantity and not _could_be_a_number(answer):
         return False
+    if {_brackets(left), _brackets(right)} == {"set", "list"}:
+        return False
     return _decide_text(gold, answer)
+
+
+def _brackets(text: str) -> str:
+    """What the brackets around a whole answer make of several values: a set, or a list (a point, an interval)."""
+    depth = 0
+    for match in _BRACKET.finditer(text):
+        depth += 1 if match.group()[-1] in "([{" else -1
+        if depth <= 0 and match.end() < len(text):
+            return ""  # the first bracket is closed within the text
+    if depth or "," not in text:
+        return ""
+    if text.startswith(("{", "\\{")) and text.endswith("}"):
+        return "set"
+    return "list" if text[0] in "([" and text[-1] in ")]" else ""
 
 
 def _could_be_a_number(answer: str) -> bool:
