@@ -34,10 +34,11 @@ from penstock.inspection.track.console import finding_table
 from penstock.inspection.track.logs import Finding
 from penstock.rollout.agent import AgentLoop
 from penstock.rollout.agent.build import CheckResult, check_agent, try_agent
+from penstock.run.fit import Fit, fitted
 from penstock.run.job import open_agent, open_reward, open_trainer, serve_agents
 from penstock.run.run_data import RunData, count_steps
 from penstock.store.journal import Journal
-from penstock.store.space import available_mib, checkpoint_bytes, size_text
+from penstock.store.space import available_mib
 from penstock.types import Batch, Group, Rollout, Status
 from penstock.workers.inline import opened_engine
 
@@ -59,6 +60,7 @@ class Rehearsal:
 
     config: Config
     total_steps: int
+    fit: Fit | None = None
     # group id -> the prompt as the model gets it
     prompts: dict[str, str] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)  # of these prompts
@@ -132,12 +134,16 @@ class Rehearsal:
 
 def rehearse(config: Config) -> Rehearsal:
     """Sample, score and train on the first prompts of each task; a UserError names what cannot work."""
-    return asyncio.run(_rehearse(config))
+    fit = fitted(config)
+    return asyncio.run(_rehearse(fit))
 
 
-async def _rehearse(config: Config) -> Rehearsal:
+async def _rehearse(fit: Fit) -> Rehearsal:
+    config = fit.config
     data = await RunData.read(config)
     seen = _look(config, data)
+    seen.fit = fit
+    seen.notes += fit.choices
     await _probe_rewards(config, data)
     await _sample(seen, data)
     if not seen.errors and seen.sampling_s < _LONGEST_S:
@@ -341,10 +347,7 @@ def _placement(seen: Rehearsal) -> Iterator[str]:
 
 
 def _memory(seen: Rehearsal) -> Iterator[str]:
-    """Yield what the parts need, from the size of the model, and what the machine has left."""
-    written = checkpoint_bytes(seen.config)
-    if written:
-        yield f"trained weights, optimizer and masters {size_text(written)}"
+    """Yield what was measured, and what the machine has left."""
     if peak := seen.metrics.get("memory/peak_mib"):
         yield f"the trainer's peak in this check {peak:,.0f} MiB"
     if (left := available_mib()) is not None:
@@ -395,11 +398,14 @@ def print_rehearsal(console: Console, seen: Rehearsal) -> int:
         )
         table.add_row("", Text(said))
     table.add_row("placement", Text("; ".join(_placement(seen))))
-    table.add_row("memory", Text("; ".join(_memory(seen))))
+    if measured := list(_memory(seen)):
+        table.add_row("memory", Text("; ".join(measured)))
     if seen.groups and not seen.errors:
         table.add_row("a step", Text(_step(seen)))
         table.add_row("the run", Text(_run(seen)))
     console.print(table)
+    if seen.fit is not None and seen.fit.devices:
+        console.print(seen.fit.table())
     for note in seen.notes:
         console.print(Text(note), soft_wrap=True)
     if seen.errors:

@@ -28,13 +28,16 @@ def train(config: Config, own_data: Sequence[Path] = ()) -> RunFolder:
     """Check the config and train it to the end; the run keeps the files `own_data` in its folder."""
     with early_workers(config):
         from penstock.run import preflight
+        from penstock.run.fit import fitted, say_fit
         from penstock.run.session import outside_a_loop, train_new
 
         preflight.check(config)
+        fit = fitted(config)
+        say_fit(fit)
 
         def begin() -> RunFolder:
-            preflight.try_rewards(config)
-            return train_new(config, own_data)
+            preflight.try_rewards(fit.config)
+            return train_new(fit.config, own_data)
 
         return outside_a_loop(begin, saves=True)
 

@@ -28,6 +28,7 @@ from penstock.reward.user import UserFunction
 from penstock.rollout.agent.build import check_agent
 from penstock.rollout.evaluation.score import answered
 from penstock.rollout.strategy import load_strategy
+from penstock.run.fit import PROCESS
 from penstock.run.stop_rules import check_scores
 from penstock.store.space import available_mib
 from penstock.training import algo
@@ -37,7 +38,6 @@ from penstock.weights import SYNC_KINDS, sync_kind
 from penstock.workers import LAUNCHERS
 
 _TRIED_PROMPTS, _TRIAL_S = 3, 20.0  # with which a user's reward is tried
-_WORKER_MIB = 100  # the least that a process with torch takes
 _OPTIONAL = ("vllm", "wandb", "ray")  # packages, and the extras that install them
 
 
@@ -215,9 +215,10 @@ def _check_processes(config: Config) -> None:
     left = available_mib()
     if config.launch.kind != "local" or left is None:
         return
-    most = int(left // _WORKER_MIB) - config.launch.num_consumers
+    least = PROCESS / 2**20
+    most = int(left // least) - config.launch.num_consumers
     if config.launch.num_producers > max(1, most):
         raise UserError(
             f"launch.num_producers: got {config.launch.num_producers}, allowed: at most {max(1, most)} here: "
-            f"each engine is a process, of at least {_WORKER_MIB} MiB of the {left:,.0f} that are available"
+            f"each engine is a process, of at least {least:.0f} MiB of the {left:,.0f} that are available"
         )

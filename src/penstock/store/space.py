@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import shutil
 from collections.abc import Callable
@@ -12,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config import Config
-from penstock.config.demo import model_file, resolve_model_path
+from penstock.config.memory import MASTER, MOMENTS, count_parameters
 
 TOKEN = 12  # bytes of the journal for a token: id, log-prob, text
 ROLLOUT = 400  # bytes of the journal for a response, beside its tokens
 LONG_LOG = 256 * 2**20  # bytes; SQLite moves the log into the journal after every 4 MiB
 _AHEAD = 100  # steps whose journal must fit
-_MASTER_AND_MOMENTS = 12  # bytes of a trained parameter in a checkpoint, beside the model itself
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -132,20 +129,9 @@ def _step_bytes(config: Config) -> int:
 
 def checkpoint_bytes(config: Config) -> int:
     """The size of a checkpoint from the model's safetensors files; 0 if there are none."""
-    settings = model_file(resolve_model_path(config.model.path), "config.json")
-    weights = settings.parent.glob("*.safetensors") if settings else ()
-    parameters = sum(_parameters(path) for path in weights)
     each = 2 if config.model.dtype in ("bfloat16", "float16") else 4
-    trained = 0 if config.model.lora.rank else _MASTER_AND_MOMENTS
-    return parameters * (each + trained)
-
-
-def _parameters(path: Path) -> int:
-    """Read a safetensors header: eight bytes of length, then JSON with every tensor's shape."""
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    tensors = (tensor for name, tensor in header.items() if name != "__metadata__")
-    return sum(math.prod(tensor["shape"]) for tensor in tensors)
+    trained = 0 if config.model.lora.rank else MASTER + MOMENTS
+    return count_parameters(config.model.path) * (each + trained)
 
 
 def size_text(number: float) -> str:

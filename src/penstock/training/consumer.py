@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from penstock.config import Config
+from penstock.config.memory import ModelShape
 from penstock.data.chat import ChatTemplate
 from penstock.errors import RunError, StopRequested
 from penstock.model.arithmetic import arithmetic_of, use_arithmetic
@@ -53,7 +54,7 @@ from penstock.training.objective import (
     update_sums,
 )
 from penstock.training.optimizer import Outcome, learning_rate
-from penstock.training.pack import LayerShape, Pack, make_packs, token_budget
+from penstock.training.pack import Pack, make_packs, token_budget
 from penstock.training.parallel.pipeline import Sampling, run_passes
 from penstock.training.parallel.ranks import Ranks, digest_over
 from penstock.training.policy import (
@@ -578,8 +579,8 @@ class Consumer(Learner):
             for learner in self._learners
             for master in learner.masters.parameters.values()
         )
-        shape = LayerShape.of(self.policy.model.config, self.engine_dtype.itemsize)
-        return token_budget(self.config.train, shape, trained, self.policy.device, self.ranks)
+        shape, each = ModelShape.of(self.policy.model.config), self.engine_dtype.itemsize
+        return token_budget(self.config.train, shape, each, trained, self.policy.device, self.ranks)
 
     @functools.cached_property
     def _chat(self) -> ChatTemplate:

@@ -1,0 +1,163 @@
+"""Fit as a user meets it: a model and a machine, and what is chosen, said or refused before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from penstock import cli
+from penstock.config import Config
+from penstock.config.demo import policy_path
+from penstock.config.memory import ModelShape
+from penstock.config.source import load_config
+from penstock.errors import UserError
+from penstock.run.fit import Fit, Machine, fitted
+
+GIB = 2**30
+_QWEN = {"max_position_embeddings": 32768, "vocab_size": 151936, "num_hidden_layers": 28}
+SEVEN = {
+    **_QWEN,
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
+ONE_AND_A_HALF = {
+    **_QWEN,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+TURNS = "launch.colocate=true: engine and trainer take turns on the GPU, so that the run fits"
+AGAIN = "train.gradient_checkpointing=true: activations are computed again in the backward pass, so that the run fits"
+
+
+def config_of(*words: str) -> Config:
+    return load_config(None, words).config
+
+
+def fit_of(model: dict, gib: int, *words: str, gpus: int = 1, host: int = 256) -> Fit:
+    machine = Machine(gpus=(gib * GIB,) * gpus, host=host * GIB)
+    return fitted(config_of(*words), machine, ModelShape.of(model))
+
+
+def test_a_small_model_stays_as_it_is() -> None:
+    fit = fit_of(ONE_AND_A_HALF, 139)
+    assert (fit.choices, fit.config.launch.colocate) == ((), False)
+    (gpu, _) = fit.devices
+    assert [part.name for part in gpu.parts] == ["trainer", "engine"]
+
+
+def test_seven_billion_on_139_gib_are_trained_in_turns() -> None:
+    """7.62 billion x (2 + 4 + 4 + 8) bytes are 127.7 GiB, and 14 GiB of an engine are too much beside them."""
+    fit = fit_of(SEVEN, 139)
+    assert fit.choices == (TURNS, AGAIN)
+    assert fit.config.launch.colocate
+    assert fit.config.train.gradient_checkpointing
+    (gpu, host) = fit.devices
+    assert gpu.need / GIB == pytest.approx(130, rel=0.02)
+    # what waits: weights, masters and moments of the trainer, weights of the engine, two published versions
+    assert host.need / GIB == pytest.approx(7.62e9 * (2 + 4 + 8 + 2 + 4) / GIB, rel=0.02)
+
+
+def test_adapters_of_seven_billion_fit_24_gib() -> None:
+    fit = fit_of(SEVEN, 24, "model.lora.rank=16")
+    assert fit.choices == (TURNS, AGAIN)
+    assert fit.devices[0].need < 18 * GIB
+
+
+@pytest.mark.parametrize(
+    ("model", "gib", "words", "gpus", "host", "line"),
+    [
+        # 1.54 billion x 18 bytes are 25.9 GiB
+        (
+            ONE_AND_A_HALF,
+            24,
+            [],
+            1,
+            256,
+            "needs at least 28 GiB of cuda:0, which has 24 GiB; allowed: model.lora.rank=16",
+        ),
+        (
+            SEVEN,
+            24,
+            [],
+            8,
+            256,
+            "allowed: launch.colocate=true train.gradient_checkpointing=true launch.num_consumers=8 "
+            "launch.num_producers=8",
+        ),
+        # what the user has decided is not changed, but advised
+        (
+            SEVEN,
+            139,
+            ["launch.colocate=false"],
+            1,
+            256,
+            "allowed: launch.colocate=true train.gradient_checkpointing=true",
+        ),
+        (
+            ONE_AND_A_HALF,
+            40,
+            ["train.micro_batch_tokens=65536"],
+            1,
+            256,
+            "allowed: launch.colocate=true train.gradient_checkpointing=true train.micro_batch_tokens=2048",
+        ),
+        # what waits for its turn has no place in main memory
+        (SEVEN, 139, [], 1, 64, "of main memory, which has 64 GiB; allowed: model.lora.rank=16"),
+        (SEVEN, 8, [], 1, 64, "allowed: a smaller model (this one has 7.6 billion parameters)"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_the_nearest_setting_that_can(
+    model: dict, gib: int, words: list[str], gpus: int, host: int, line: str
+) -> None:
+    if "micro_batch" in "".join(words):
+        words = [*words, "tasks.addition.max_prompt_tokens=4096", "sampling.max_tokens=4096"]
+    with pytest.raises(UserError) as refused:
+        fit_of(model, gib, *words, gpus=gpus, host=host)
+    assert str(refused.value).endswith(line)
+
+
+def test_a_machine_without_gpus_is_its_main_memory() -> None:
+    """1.54 billion x (4 + 4 + 8) bytes of a trainer, twice 4 in shared memory and 4 of an engine."""
+    with pytest.raises(UserError, match=r"of main memory, which has 32 GiB; allowed: model\.lora"):
+        fitted(config_of(), Machine(host=32 * GIB), ModelShape.of(ONE_AND_A_HALF))
+    fit = fitted(config_of(), Machine(host=64 * GIB), ModelShape.of(ONE_AND_A_HALF))
+    trainer, engine = fit.devices[0].parts
+    assert trainer.sizes["masters"] == 0
+    assert trainer.sizes["moments"] == 8 * ModelShape.of(ONE_AND_A_HALF).parameters
+    assert trainer.sizes["weights"] == 3 * engine.sizes["weights"]
+
+
+def big_model(folder: Path) -> Path:
+    """A model whose config.json alone says that nothing here can hold it."""
+    shutil.copytree(policy_path(), folder)
+    (folder / "model.safetensors").unlink()
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"hidden_size": 65536, "num_hidden_layers": 200, "intermediate_size": 262144}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_a_model_that_is_too_large_is_refused_before_it_is_loaded(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [f"model.path={big_model(tmp_path / 'big')}", "launch.kind=inline"]
+    monkeypatch.setattr("sys.argv", ["penstock", command, *words])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+    assert "error: memory: " in capsys.readouterr().err
+    assert not list(tmp_path.glob("runs/*"))
