@@ -63,7 +63,6 @@ def test_what_init_writes_is_checked_and_trains_as_it_is(
         "reward ",
         "200 prompts of 7 to 7 tokens (median 7); responses of at most 6",
         "trainer on cpu; engine (transformers) on cpu",
-        "MiB of main memory are available",
         "trainer, host",
         "Packs: activations of the smallest.",
         "tokens are generated in",

@@ -38,7 +38,6 @@ from penstock.run.fit import Fit, fitted
 from penstock.run.job import open_agent, open_reward, open_trainer, serve_agents
 from penstock.run.run_data import RunData, count_steps
 from penstock.store.journal import Journal
-from penstock.store.space import available_mib
 from penstock.types import Batch, Group, Rollout, Status
 from penstock.workers.inline import opened_engine
 
@@ -346,14 +345,6 @@ def _placement(seen: Rehearsal) -> Iterator[str]:
     yield f"engine ({config.engine.name}) on {engines}"
 
 
-def _memory(seen: Rehearsal) -> Iterator[str]:
-    """Yield what was measured, and what the machine has left."""
-    if peak := seen.metrics.get("memory/peak_mib"):
-        yield f"the trainer's peak in this check {peak:,.0f} MiB"
-    if (left := available_mib()) is not None:
-        yield f"{left:,.0f} MiB of main memory are available"
-
-
 async def check_agents(config: Config) -> dict[str, list[CheckResult]]:
     """Try the agent of every task that has one on its first prompt; return the findings by task."""
     tasks = {name: task for name, task in config.tasks.items() if task.agent != "single_turn"}
@@ -398,8 +389,8 @@ def print_rehearsal(console: Console, seen: Rehearsal) -> int:
         )
         table.add_row("", Text(said))
     table.add_row("placement", Text("; ".join(_placement(seen))))
-    if measured := list(_memory(seen)):
-        table.add_row("memory", Text("; ".join(measured)))
+    if peak := seen.metrics.get("memory/peak_mib"):
+        table.add_row("memory", f"the trainer's peak in this check {peak:,.0f} MiB")
     if seen.groups and not seen.errors:
         table.add_row("a step", Text(_step(seen)))
         table.add_row("the run", Text(_run(seen)))
