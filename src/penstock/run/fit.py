@@ -17,7 +17,6 @@ from rich.table import Table
 from penstock.config import Config
 from penstock.config.memory import LEAST_TOKENS, ModelShape, read_shape, trainer_needs
 from penstock.config.source import with_overrides
-from penstock.engine.transformers.options import Load, choose_sizes
 from penstock.errors import UserError
 from penstock.files import console, say
 from penstock.store.space import available_mib, size_text
@@ -325,6 +324,8 @@ def _engine(
         return Part(name="engine", sizes={"other": other})
     weights, token, tokens = shape.parameters * each, shape.kv_bytes(each), _longest(config, shape)
     if gpus and token:
+        from penstock.engine.transformers.options import Load, choose_sizes  # imports torch
+
         chosen = choose_sizes(
             Load.of(config, number, len(gpus)),
             free=max(0, total - weights - 2 * _CUDA),
