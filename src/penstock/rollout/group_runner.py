@@ -325,8 +325,7 @@ class GroupRunner:
             returned = await ctx.agent_loop.generate_group(
                 group.rollouts, enable_partial_rollout=partial
             )
-            _accept(group, returned)
-            _check_versions(group, lengths_before)
+            _accept(group, returned, lengths_before)
         except EnginesLost:
             raise
         except Exception as error:  # a user's loop: its fault is the outcome of the group
@@ -544,27 +543,23 @@ async def _cancel(tasks: list[asyncio.Task[None]] | list[asyncio.Task[None] | No
         await asyncio.wait(running, timeout=_CANCEL_WAIT_S)
 
 
-def _accept(group: Group, returned: list[Rollout]) -> None:
-    """Take over what the agent loop returned: the same rollouts, each with a final status."""
+def _accept(group: Group, returned: list[Rollout], lengths_before: list[int]) -> None:
+    """Take over what the agent loop returned: the same rollouts, each with a final status.
+
+    A rollout fails if its new tokens come from older weights than the engine had confirmed: such an engine
+    would make every group expire, forever.
+    """
     expected = [rollout.rollout_id for rollout in group.rollouts]
     got = [rollout.rollout_id for rollout in returned]
     if got != expected:
         raise RunError(f"agent loop: got rollouts {got}, allowed: {expected}")
     group.rollouts = list(returned)
-    for rollout in group.rollouts:
+    for rollout, length in zip(group.rollouts, lengths_before, strict=True):
         rollout.prompt = group.prompt
         if rollout.status not in (Status.COMPLETED, Status.ABORTED, Status.FAILED):
             rollout.fail(f"the agent loop left it {rollout.status}")
         if rollout.status is Status.COMPLETED and rollout.score is None:
             rollout.fail("the agent loop gave no score")
-
-
-def _check_versions(group: Group, lengths_before: list[int]) -> None:
-    """Fail rollouts whose new tokens come from older weights than the engine had confirmed.
-
-    Such an engine would make every group expire, forever.
-    """
-    for rollout, length in zip(group.rollouts, lengths_before, strict=True):
         if rollout.status is Status.FAILED or len(rollout.response_ids) <= length:
             continue
         newest, confirmed = rollout.segments[-1].version, rollout.issued_version

@@ -61,16 +61,6 @@ class _TaskState:
         too_old = staleness(step, version) >= self.strategy.stale_threshold
         return too_old or self.strategy.is_model_expired(step, version)
 
-    def take(self, step: int, num_groups: int) -> list[Group]:
-        """Take the step's groups from the buffer, in cursor order; none of them has expired."""
-        taken: list[Group] = []
-        for _ in range(num_groups):
-            group = self.ctx.replay_buffer.take(self.name, Status.COMPLETED)
-            assert group is not None, "counted before it was taken"
-            assert group.staleness(step) < self.strategy.stale_threshold, group.group_id
-            taken.append(group)
-        return sorted(taken, key=lambda group: group.cursor)
-
     def put_back(self, group: Group) -> None:
         """Put back a group that was in the buffer when the run was interrupted."""
         is_retry = group.status in (Status.ABORTED, Status.EXPIRED)
@@ -333,9 +323,15 @@ class Producer:
                 continue  # a group expired in the meantime
             self._raise_if_hopeless(step, shares)
             await self._changed.wait_after(seen)
-        groups = [
-            group for task in self._tasks for group in task.take(step, shares.get(task.name, 0))
-        ]
+        groups: list[Group] = []
+        for task in self._tasks:  # each task's groups in cursor order; none of them has expired
+            taken: list[Group] = []
+            for _ in range(shares.get(task.name, 0)):
+                group = self._buffer.take(task.name, Status.COMPLETED)
+                assert group is not None, "counted before it was taken"
+                taken.append(group)
+            assert all(g.staleness(step) < task.strategy.stale_threshold for g in taken), task.name
+            groups += sorted(taken, key=lambda group: group.cursor)
         self.progress.ensure_target_upto(step, self._shares.at)  # of tasks without a share too
         self.progress.finish_consume(step, shares)
         self._shares.forget_before(step)
