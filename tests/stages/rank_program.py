@@ -169,7 +169,8 @@ def start_rounded(job: str, folder: Path, ranks: Ranks) -> None:
     content = {"masters": masters, "published": published, "reach": reach(consumer, masters)}
     content["arrived"] = train(consumer, 2)["update/arrived"]
     content["after"] = dict(consumer.weights())
-    if ranks.world == 1 and named.keys() == published.keys():
+    content["trained"] = {name: whole(name, one.detach()).clone() for name, one in named.items()}
+    if ranks.world == 1:
         moments = consumer.optimizer.state
         content["gradient"] = {name: moments[one]["exp_avg"] for name, one in named.items()}
     if ranks.is_first:
