@@ -93,7 +93,7 @@ def _config(folder: Path, answers: Answers) -> str:
     system = "" if demo else f"system_prompt = {toml_value(_ASK[answers.reward])}\n"
     rewards = _reward(answers)
     evaluation = "" if answers.data else _EVALUATION.format(rewards=rewards)
-    text = _CONFIG.format(
+    return _CONFIG.format(
         path=(folder / "train.toml").as_posix(),
         model=toml_value(_from(folder, answers.model)),
         data=toml_value(data),
@@ -105,7 +105,6 @@ def _config(folder: Path, answers: Answers) -> str:
         lr="1e-4" if demo else "1e-6",
         evaluation=evaluation,
     )
-    return "\n".join(map(_with_comment, text.split("\n")))
 
 
 def _from(folder: Path, path: str) -> str:
@@ -115,17 +114,6 @@ def _from(folder: Path, path: str) -> str:
     return Path(os.path.relpath(path, folder)).as_posix()
 
 
-def _with_comment(line: str) -> str:
-    """Put the comment of a setting at one column, or above a long setting."""
-    setting, mark, comment = line.partition("  # ")
-    if not mark:
-        return line
-    setting = setting.rstrip()
-    if len(setting) > 40:
-        return f"# {comment}\n{setting}"
-    return f"{setting:<40}  # {comment}"
-
-
 _CONFIG = """\
 # Written by penstock init. Paths are relative to this file. Any key can also be given on the command line: penstock train {path} train.lr=5e-6
 #   penstock check {path}     rehearse the run on three prompts, with an estimate of memory and time
@@ -133,29 +121,32 @@ _CONFIG = """\
 #   penstock config {path}    print every setting, with its meaning and the allowed values
 
 [model]
-path = {model}                # a folder or hub name of a transformers causal LM; "demo" is a small policy that ships
+# a folder or hub name of a transformers causal LM; "demo" is a small policy that ships
+path = {model}
 
 [tasks.train]
-data = {data}                 # JSONL, JSON, CSV, Parquet, a folder or a hub name: a prompt and a gt_answer in each record
-rewards = {rewards}           # summed up; your own: {{ type = "file.py:function" }}; see docs/rewards.md
+# JSONL, JSON, CSV, Parquet, a folder or a hub name: a prompt and a gt_answer in each record
+data = {data}
+# summed up; your own: {{ type = "file.py:function" }}; see docs/rewards.md
+rewards = {rewards}
 {system}
 [sampling]
-num_generations = 8           # responses to each prompt, which are compared with each other
-max_tokens = {tokens}         # longest response
+num_generations = 8  # responses to each prompt, which are compared with each other
+max_tokens = {tokens}  # longest response
 
 [algorithm]
-name = "grpo"                 # dapo, rloo, reinforce_pp, dr_grpo, gspo, cispo, ...
+name = "grpo"  # dapo, rloo, reinforce_pp, dr_grpo, gspo, cispo, ...
 
 [produce]
-max_staleness = 1             # generate while the last step trains; 0: on-policy
+max_staleness = 1  # generate while the last step trains; 0: on-policy
 
 [train]
-steps = {steps}               # updates; or episodes = 1 for one pass over the prompts
-groups_per_step = {groups}    # prompts in an update
+steps = {steps}  # updates; or episodes = 1 for one pass over the prompts
+groups_per_step = {groups}  # prompts in an update
 lr = {lr}
 {evaluation}
 [checkpoint]
-every_steps = 0               # updates between checkpoints; 0: ten minutes between them
+every_steps = 0  # updates between checkpoints; 0: ten minutes between them
 """
 _EVALUATION = """
 [eval]
@@ -163,6 +154,6 @@ every_steps = 10
 sampling = {{ temperature = 1.0 }}  # as the policy samples; 0 is greedy
 
 [eval.tasks.test]
-data = "test.jsonl"           # problems that are not trained on
+data = "test.jsonl"  # problems that are not trained on
 rewards = {rewards}
 """

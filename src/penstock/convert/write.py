@@ -67,9 +67,7 @@ def convert(system: str, path: Path, out: Path | None = None) -> str:
 
 def _check_system(system: str, path: Path, words: dict[str, Any]) -> None:
     """Refuse a file that another system knows far more words of."""
-    known = {
-        name: sum(word in spellings for word in words) for name, spellings in SPELLINGS.items()
-    }
+    known = {name: sum(rule_of(name, word) is not None for word in words) for name in WORDS}
     likely = max(known, key=lambda name: known[name])
     if 2 * known[system] < known[likely]:
         raise UserError(
@@ -80,7 +78,7 @@ def _check_system(system: str, path: Path, words: dict[str, Any]) -> None:
 
 def _translate(conversion: Conversion, word: str, value: Any, rule: Rule | None) -> None:
     if rule is None:
-        if word.removeprefix(OF_EVALUATION) in WORDS["xtuner"] and word.startswith(OF_EVALUATION):
+        if word.startswith(OF_EVALUATION) and rule_of("xtuner", word.removeprefix(OF_EVALUATION)):
             conversion.used.add(word)  # an evaluation differs only in what has a rule of its own
         elif match := _FURTHER.fullmatch(word):
             _translate_further(conversion, word, value, *match.groups())
@@ -118,7 +116,7 @@ def _translate_further(
     conversion: Conversion, word: str, value: Any, prefix: str, number: str, plain: str
 ) -> None:
     """Translate a word of a further task: into its own table, or its tables sampling and produce."""
-    rule = WORDS["xtuner"].get(prefix + plain) or WORDS["xtuner"].get(plain)
+    rule = rule_of("xtuner", prefix + plain) or rule_of("xtuner", plain)
     if rule is None:
         return
     conversion.used.add(word)
