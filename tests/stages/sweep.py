@@ -1,8 +1,8 @@
 """Random legal settings of a run, a batch that an engine sampled for them, and the gradients of their update.
 
 A draw is a function of its number alone. What is drawn: algorithm, entropy bonus, teacher, correction, baseline and normalisation, KL, clips,
-masks, sampling, agents' rows and rewards of turns, PTX, demonstrations of a second task, LoRA, updates per batch,
-ranks and model family.
+masks, sampling, agents' rows and rewards of turns, PTX, demonstrations of a second task, a third task with an
+algorithm of its own, LoRA, updates per batch, ranks and model family.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.engine.transformers.options import TransformersOptions
 from penstock.errors import UserError
 from penstock.training.adapters import add_adapters
 from penstock.training.algo import ALGORITHMS
-from penstock.training.algo.method import check_algorithm, run_settings
+from penstock.training.algo.method import check_algorithm, task_algorithms
 from penstock.training.consumer import Consumer
 from penstock.training.parallel.ranks import Ranks, rank_share
 from penstock.training.ptx import text_group
@@ -87,6 +87,7 @@ class Draw:
     turns: bool  # some rollouts have rewards of turns
     continuous: bool  # rewards between 0 and 1, not 0 or 1
     shows: bool = False  # the last group is a demonstration of another task
+    mixes: bool = False  # the second group is of a task with an algorithm of its own
 
     @functools.cached_property
     def config(self) -> Config:
@@ -129,6 +130,8 @@ def _any_draw(number: int, choice: Choice) -> Draw:
         kl_estimator=("k1", "k2", "k3", "k3_weighted"),
         kl_beta=(0.05, 0.5),
         entropy_beta=(0.05,),
+        gamma=(0.9,),
+        gae_lambda=(0.5, 0.0),
         mask_truncated=(True, False),
         overlong_penalty=(0.5, 0.0),
         decoupled=(True,),
@@ -159,9 +162,16 @@ def _any_draw(number: int, choice: Choice) -> Draw:
         algorithm["teacher"], fields["teachers"] = "big", {"big": {"path": "demo"}}
         algorithm["teacher_beta"] = choice.of(0.3, 1.0)
         algorithm["divergence"] = choice.of("sampled", "forward", "reverse", "jsd")
-    rows, shows = choice.sometimes(0.4), choice.sometimes(0.2)
+    rows, shows, mixes = choice.sometimes(0.4), choice.sometimes(0.2), choice.sometimes(0.25)
+    tasks: dict[str, Any] = {"train": {}}
     if shows:
-        fields["tasks"] = {"train": {}, "shown": {"algorithm": {"name": "sft", "weight": 0.5}}}
+        tasks["shown"] = {"algorithm": {"name": "sft", "weight": 0.5}}
+    if mixes:
+        others = tuple(name for name in ALGORITHMS if name not in ("sft", "distill"))
+        tasks["other"] = {"algorithm": {"name": choice.of(*others), "weight": choice.of(0.5, 1.0)}}
+        tasks["other"]["algorithm"] |= choice.some(kl_beta=(0.2,), decoupled=(True,))
+    if shows or mixes:
+        fields["tasks"] = tasks
     return Draw(
         number=number,
         fields=fields,
@@ -171,6 +181,7 @@ def _any_draw(number: int, choice: Choice) -> Draw:
         turns=rows and choice.sometimes(0.5),
         continuous=choice.sometimes(0.5),
         shows=shows,
+        mixes=mixes,
     )
 
 
@@ -203,7 +214,8 @@ def _model(draw: Draw, *, noise: float = 0.0) -> Any:
 def consumer_of(draw: Draw, ranks: Ranks | None = None) -> Consumer:
     """A trainer of the draw's settings; the reference is a model near the policy, or with LoRA the base."""
     config, reference = draw.config, None
-    if run_settings(config).needs_reference and not config.model.lora.rank:
+    needed = any(method.settings.needs_reference for method in task_algorithms(config).values())
+    if needed and not config.model.lora.rank:
         reference = _model(draw, noise=0.05)
     teachers = {name: _plain_model(draw.family) for name in config.teachers}
     for teacher in teachers.values():
@@ -388,6 +400,8 @@ class Engines:
             groups[-1].task = "shown"
             groups[-1].rollouts = groups[-1].rollouts[:1]
             groups[-1].rollouts[0].score = Score(1.0)
+        if draw.mixes:
+            groups[1].task = "other"
         return Batch(step=STEP, groups=tuple(groups))
 
 

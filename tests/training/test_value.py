@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from penstock.errors import UserError
+from penstock.training.algo.doubts import algorithm_doubts
 from penstock.training.algo.method import check_algorithm
 from penstock.training.flat_batch import FlatBatch
 from penstock.training.value import gae, token_rewards, value_loss
@@ -206,6 +207,16 @@ def test_values_learn_what_can_be_known() -> None:
 def test_what_cannot_be_trained_is_refused(sections, words: str) -> None:
     with pytest.raises(UserError, match=words):
         check_algorithm(ppo(**sections))
+
+
+def test_keys_that_no_value_model_reads_are_told() -> None:
+    train = {"critic_lr": 1e-3, "critic_warmup_steps": 2}
+    assert algorithm_doubts(ppo(train=train)) == []
+    lines = algorithm_doubts(config_of(train=train))
+    assert [line.split(" has no effect")[0] for line in lines] == [f"train.{key}" for key in train]
+    (line,) = algorithm_doubts(ppo(algorithm={"value_clip": 0.2}))
+    assert line.startswith("algorithm.value_clip has no effect with one update per batch")
+    assert algorithm_doubts(ppo(algorithm={"value_clip": 0.2}, train={"num_epochs": 2})) == []
 
 
 def test_one_generation_is_enough() -> None:

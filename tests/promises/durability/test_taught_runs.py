@@ -20,9 +20,15 @@ from penstock.training.algo import ALGORITHMS
 from penstock.training.algo.method import check_algorithm
 from stages.tiny_run import KILLED, SEED, SUMS, CrashServer, assert_went_on, death, digests
 
-DRAWS, QUICK = 60, 2
+DRAWS, QUICK = 24, 2
 IN_ORDER = "produce.strategy=sync"  # else the order in which groups land decides what a step trains
+# what a resume may not change
+FIXED = ("model.", "sampling.num_generations", "tasks.other", "tasks.shown", "train.ptx")
 TEMPLATE = "{prompt} = {answer}"
+SHARED = {
+    *("loss/policy", "loss/teacher", "loss/demonstration", "ptx/loss", "teacher/kl", "kl/mean"),
+    *("grad_norm", "entropy/mean", "reward/mean", "value/loss", "tokens/trained", "advantage/std"),
+}
 SHOWN = [
     {"prompt": "1+2", "completion": "3"},
     {"messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]},
@@ -190,11 +196,12 @@ def test_a_run_of_any_teachers(server: CrashServer, folder: Path, number: int) -
 def test_a_run_may_change_to_other_teachers(server: CrashServer, folder: Path, number: int) -> None:
     """A resume with any other settings is refused in one line, or goes on with them; either way the run replays."""
     draw, other = Draw(number), Draw(10_000 + number)
-    print(*draw.words, "then", *other.words, sep="\n")  # shown on failure
+    changes = [word for word in other.words if not word.startswith(FIXED)]
+    print(*draw.words, "then", *changes, sep="\n")  # shown on failure
     run, code = server.train(f"changes-{number}", *draw.words, "train.steps=2")
     assert code == 0, server.output()
     before = digests(run)
-    code = server.run("resume", str(run.path), *other.words, "train.steps=4")
+    code = server.run("resume", str(run.path), *changes, "train.steps=4")
     assert code in (0, 2), server.output()
     assert "Traceback" not in server.output()
     if code == 2:
@@ -205,3 +212,31 @@ def test_a_run_may_change_to_other_teachers(server: CrashServer, folder: Path, n
     assert digests(run)[:2] == before
     assert server.run("replay", str(run.path)) == 0, server.output()
     assert server.run("audit", str(run.path)) == 0, server.output()
+
+
+@pytest.mark.usefixtures("warm_workers")
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(n, marks=[] if n < 1 else [pytest.mark.slow]) for n in range(DRAWS // 4)],
+)
+def test_two_ranks_teach_what_one_does(server: CrashServer, folder: Path, number: int) -> None:
+    """The first step has the same metrics, but for rounding; killed ranks end in the same bits."""
+    draw = Draw(20_000 + number)
+    words = [word for word in draw.words if not word.startswith("train.mini_batches")]
+    ranks = ("launch.kind=local", "launch.num_consumers=2")
+    print(*words, sep="\n")  # shown on failure
+    alone, code = server.train(f"alone-{number}", *words, "train.steps=1")
+    assert code == 0, server.output()
+    run, code = server.train(f"ranks-{number}", *words, *ranks)
+    assert code == 0, server.output()
+    expected, counts = digests(run), server.counts()
+    one, two = (json.loads(each.metrics.read_text().splitlines()[0]) for each in (alone, run))
+    for name in SHARED & one.keys():
+        assert two[name] == pytest.approx(one[name], rel=2e-3, abs=1e-5), name
+    assert server.run("replay", str(run.path)) == 0, server.output()
+    place = death(draw.random, counts)
+    killed, code = server.train(f"killed-ranks-{number}", *words, *ranks, **place)
+    assert code in (KILLED, 0), server.output()
+    if killed.journal.exists():
+        assert server.run("resume", str(killed.path)) == 0, server.output()
+        assert_went_on(server, killed, expected)

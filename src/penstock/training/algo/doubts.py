@@ -34,6 +34,9 @@ def algorithm_doubts(config: Config) -> list[str]:
             said = [*_biases(config, settings), *_without_effect(config, algorithm, settings)]
             is_own = algorithm != config.algorithm
             lines += [f"tasks.{task}: {line}" if is_own else line for line in said]
+    if not any(method.settings.has_critic for method in task_algorithms(config).values()):
+        unread = sorted(_keys_set(config.train) & {"critic_lr", "critic_warmup_steps"})
+        lines += [f"train.{key} has no effect without a value model" for key in unread]
     return list(dict.fromkeys(lines))
 
 
@@ -85,8 +88,11 @@ def _without_effect(
         unread["filter_range"] = "filter_groups false"
     if not settings.overlong_penalty:
         unread["overlong_window"] = "overlong_penalty 0"
+    updates = config.train.mini_batches * config.train.num_epochs
+    if updates == 1 and settings.has_critic:
+        unread["value_clip"] = "one update per batch: no value has moved"
     clips = _CLIPS
-    if settings.decoupled and config.train.mini_batches * config.train.num_epochs == 1:
+    if settings.decoupled and updates == 1:
         why = f"correction {settings.correction} and one update per batch: the ratio to clip is 1"
         unread |= dict.fromkeys(clips, why)
     if _has_no_ratio(settings):
