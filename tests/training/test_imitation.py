@@ -109,7 +109,10 @@ def test_a_long_demonstration_is_cut_and_counted(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": "1+1="}]}, "no answer to imitate"),
         ({"prompt": "1+1="}, "allowed: messages with an assistant turn, or one of completion"),
         ({"prompt": "1+1=", "completion": 2}, "a turn to imitate without text"),
-        ({"messages": [{"role": "assistant", "content": "2"}]}, "allowed: one message or a list"),
+        (
+            {"messages": [{"role": "assistant", "content": "2"}]},
+            "an assistant turn first, allowed: a prompt",
+        ),
     ],
 )
 def test_a_record_without_a_demonstration_is_named(tmp_path: Path, record: Any, said: str) -> None:

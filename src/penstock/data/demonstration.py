@@ -27,6 +27,8 @@ def as_prompt(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str
     answer = next((n for n in chosen_fields(ANSWERS, columns) if record.get(n) is not None), None)
     if "assistant" in roles:
         first = roles.index("assistant")
+        if not first:
+            raise BadRecord("got an assistant turn first, allowed: a prompt before it")
         rest, turns = {**record, "messages": turns[:first]}, turns[first:]
     elif answer is not None:
         shown = record[answer]
