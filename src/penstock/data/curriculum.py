@@ -89,9 +89,7 @@ class DifficultySampler(Sampler):
         return f"task {self.task_name}: all {size} prompts are solved (retire_solved = {groups})"
 
     def _is_retired(self) -> np.ndarray:
-        if not self._retire_solved:
-            return np.zeros(len(self._streak), dtype=bool)
-        return self._streak >= self._retire_solved
+        return (self._retire_solved > 0) & (self._streak >= self._retire_solved)
 
     def _weight(self, age: float | np.ndarray) -> np.ndarray:
         """How much evidence of that age counts; the age is in draws."""

@@ -245,9 +245,6 @@ def _content(reply: bytes) -> str:
 
 
 def _number(verdict: str) -> float:
-    try:
-        if not re.fullmatch(r"[+-]?\d{1,9}(\.\d{0,9})?", verdict, re.ASCII):
-            raise ValueError(verdict)
-        return float(verdict)
-    except ValueError:
-        raise RewardError(f"the judge gave {verdict[:100]!r}, allowed: a number") from None
+    if not re.fullmatch(r"[+-]?\d{1,9}(\.\d{0,9})?", verdict, re.ASCII):
+        raise RewardError(f"the judge gave {verdict[:100]!r}, allowed: a number")
+    return float(verdict)

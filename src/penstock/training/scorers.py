@@ -29,11 +29,9 @@ def load_scorers(config: Config, dtype: torch.dtype) -> tuple[Any | None, dict[s
     is_policy = train.reference_moves or (config.model.lora.rank > 0 and not train.reference)
     algorithms = task_algorithms(config).values()
     needs_reference = any(algorithm.settings.needs_reference for algorithm in algorithms)
-    reference = None
-    if needs_reference and not is_policy:
-        reference = load(train.reference or config.model.path)
-    others = {name: known for name, known in config.teachers.items() if not known.is_policy}
-    return reference, {name: load(teacher.path) for name, teacher in others.items()}
+    own = is_policy or not needs_reference
+    reference = None if own else load(train.reference or config.model.path)
+    return reference, {n: load(t.path) for n, t in config.teachers.items() if not t.is_policy}
 
 
 def with_hints(groups: Iterable[Group], config: Config, chat: ChatTemplate) -> Iterator[Group]:

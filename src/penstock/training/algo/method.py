@@ -318,11 +318,9 @@ def run_settings(config: Config, task: str | None = None) -> AlgorithmSettings:
 
 def task_algorithms(config: Config) -> dict[str, Algorithm]:
     """The algorithm of each task; tasks with equal settings share one, and its denominators."""
-    algorithms: dict[AlgorithmSettings, Algorithm] = {}
-    for task in config.tasks:
-        settings = run_settings(config, task)
-        algorithms.setdefault(settings, algorithm_class(settings.name)(settings))
-    return {task: algorithms[run_settings(config, task)] for task in config.tasks}
+    settings = {task: run_settings(config, task) for task in config.tasks}
+    algorithms = {each: algorithm_class(each.name)(each) for each in settings.values()}
+    return {task: algorithms[each] for task, each in settings.items()}
 
 
 def resolve_settings(config: AlgorithmConfig, *, exact_engine: bool = True) -> AlgorithmSettings:
