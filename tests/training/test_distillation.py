@@ -15,6 +15,7 @@ from penstock.config import Config
 from penstock.errors import UserError
 from penstock.run import preflight
 from penstock.training import vocabulary
+from penstock.training.algo.doubts import algorithm_doubts
 from penstock.training.algo.method import check_algorithm
 from penstock.training.logprobs import LogitRule
 from penstock.training.vocabulary import HeadInputs
@@ -212,6 +213,15 @@ def test_settings_without_meaning_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=said):
         check_algorithm(config_of(algorithm=algorithm, teachers=teachers))
+
+
+def test_weights_of_samples_that_change_nothing_are_told() -> None:
+    whole = taught(divergence="jsd", decoupled=True, correction={"kind": "token_mask"})
+    keys = [line.split(" has no effect")[0] for line in algorithm_doubts(whole)]
+    assert keys == ["algorithm.decoupled", "algorithm.correction"]
+    (line,) = algorithm_doubts(taught(decoupled=True))
+    assert line.startswith("algorithm.decoupled has no effect with distill")
+    assert algorithm_doubts(taught(correction={"kind": "token_mask"})) == []
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -132,15 +132,11 @@ def load_dataset(
         records = _records(task, seed)
         examples = list(read_examples(records, task, readers=readers))
         token_ids = _tokenize(examples, chat, task)
-        sizes = [None if ids is None else len(ids) for ids in token_ids]
-        if template := teacher_template(task):
+        measured = token_ids
+        if template := teacher_template(task):  # with its hint no prompt is shorter
             hinted = [replace(e, messages=with_hint(e, template)) for e in examples]
-            taught = _tokenize(hinted, chat, task)
-            sizes = [
-                None if size is None or ids is None else max(size, len(ids))
-                for size, ids in zip(sizes, taught, strict=True)
-            ]
-        fits = _check_lengths(task, records, examples, sizes)
+            measured = _tokenize(hinted, chat, task)
+        fits = _check_lengths(task, records, examples, measured)
     kept = [index for index, fit in enumerate(fits) if fit]
     return Dataset(
         name,
@@ -149,8 +145,8 @@ def load_dataset(
         [ids for index in kept if (ids := token_ids[index]) is not None],
         records.content(),
         num_skipped_long=len(fits) - len(kept),
-        longest=max(filter(None, sizes)),
-        longest_kept=max(sizes[index] or 0 for index in kept),
+        longest=max(len(ids) for ids in measured if ids is not None),
+        longest_kept=max(len(ids) for index in kept if (ids := measured[index]) is not None),
     )
 
 
@@ -225,14 +221,14 @@ def _check_lengths(
     task: TaskDataConfig,
     records: Records,
     examples: Sequence[Example],
-    sizes: Sequence[int | None],
+    token_ids: Sequence[np.ndarray | None],
 ) -> list[bool]:
     """Which prompts fit; raise a UserError if none does."""
-    fits = [size is not None and size <= task.max_prompt_tokens for size in sizes]
+    fits = [ids is not None and len(ids) <= task.max_prompt_tokens for ids in token_ids]
     num_long = fits.count(False)
     if num_long and num_long == len(fits):
-        first = sizes[0]
-        size = f"{examples[0].num_characters} characters" if first is None else f"{first} tokens"
+        ids = token_ids[0]
+        size = f"{examples[0].num_characters} characters" if ids is None else f"{len(ids)} tokens"
         raise UserError(
             f"{records.place(examples[0].line)}: got a prompt of {size}, "
             f"allowed: max_prompt_tokens = {task.max_prompt_tokens} "

@@ -47,7 +47,7 @@ def _biases(config: Config, settings: AlgorithmSettings) -> list[str]:
             f"algorithm.correction.kind {settings.correction} with top_k or top_p: the weight of a response falls "
             "with each of its tokens, and long responses get none: use token_truncate"
         )
-    if _has_no_ratio(settings) and not settings.imitates:
+    if _method_is(settings, Reinforce) and not settings.imitates:
         staleness = max(config.task_produce(task).staleness_bound for task in config.tasks)
         updates = config.train.mini_batches * config.train.num_epochs
         if staleness and settings.correction == "none":
@@ -73,6 +73,7 @@ def _without_effect(
 ) -> list[str]:
     """A line for each key of an algorithm's table that is set and that this run does not read."""
     unread: dict[str, str] = {}
+    updates = config.train.mini_batches * config.train.num_epochs
     if len(set(task_algorithms(config).values())) == 1:
         unread["weight"] = "one algorithm for all tasks"
     if not settings.needs_reference:
@@ -82,20 +83,21 @@ def _without_effect(
     if settings.distills:
         of_rewards = ("baseline", "normalize", "overlong_penalty", "overlong_window", *_CLIPS)
         unread |= dict.fromkeys(of_rewards, f"{settings.name}: rewards do not count")
+        if not (settings.kl_in_loss and settings.kl_estimator == "k3_weighted"):
+            unread |= _unread_weights(settings, updates)
     if not settings.has_critic:
         unread |= dict.fromkeys(("gamma", "gae_lambda", "value_clip"), "no value model")
     if not settings.filter_groups:
         unread["filter_range"] = "filter_groups false"
     if not settings.overlong_penalty:
         unread["overlong_window"] = "overlong_penalty 0"
-    updates = config.train.mini_batches * config.train.num_epochs
     if updates == 1 and settings.has_critic:
         unread["value_clip"] = "one update per batch: no value has moved"
     clips = _CLIPS
     if settings.decoupled and updates == 1:
         why = f"correction {settings.correction} and one update per batch: the ratio to clip is 1"
         unread |= dict.fromkeys(clips, why)
-    if _has_no_ratio(settings):
+    if _method_is(settings, Reinforce):
         unread |= dict.fromkeys(clips, f"{settings.name}: no ratio")
     if _method_is(settings, SAPO):
         unread |= dict.fromkeys(clips, f"{settings.name}: a smooth gate in their place")
@@ -127,14 +129,20 @@ def _without_effect(
     return lines
 
 
+def _unread_weights(settings: AlgorithmSettings, updates: int) -> dict[str, str]:
+    """Why the weights of samples change nothing where a teacher alone teaches."""
+    if settings.compares_vocabulary:
+        why = f"divergence {settings.divergence}: it weighs no sample"
+        return dict.fromkeys(("decoupled", "correction"), why)
+    if settings.correction == "token_truncate" and updates == 1:
+        return {"decoupled": f"{settings.name}: its samples are weighed in the same way without"}
+    return {}
+
+
 def _keys_set(section: Section) -> set[str]:
     """The keys of a table that differ from their defaults."""
     fields = type(section).model_fields
     return {key for key, value in section if value != fields[key].default}
-
-
-def _has_no_ratio(settings: AlgorithmSettings) -> bool:
-    return _method_is(settings, Reinforce)
 
 
 def _method_is(settings: AlgorithmSettings, method: type) -> bool:
