@@ -90,6 +90,9 @@ def test_configs_of_other_forms_are_read() -> None:
     assert ModelShape.of(experts).intermediate == 10
     assert ModelShape.of({"text_config": vars(dense), "hidden_size": 99}).hidden == 8
     assert ModelShape.of({"n_embd": 8, "n_layer": 2}).intermediate == 32
+    assert ModelShape.of({**vars(dense), "intermediate_size": [16, 32]}).intermediate == 32
+    named = SimpleNamespace(n_wide=8, num_hidden_layers=2, attribute_map={"hidden_size": "n_wide"})
+    assert ModelShape.of(named).hidden == 8
     with pytest.raises(ValueError, match="hidden_size"):
         ModelShape.of({})
 

@@ -34,15 +34,17 @@ class _Reader:
     def __init__(self, settings: Any) -> None:
         if hasattr(settings, "get_text_config"):
             settings = settings.get_text_config()
-        known = settings if isinstance(settings, Mapping) else None
-        inner = known.get("text_config") if known is not None else None
-        self._known = {**known, **inner} if known is not None and inner else known
-        self._config = settings
+        self._names: Mapping[str, str] = getattr(settings, "attribute_map", {})
+        if not isinstance(settings, Mapping):
+            settings = settings.to_dict() if hasattr(settings, "to_dict") else vars(settings)
+        inner = settings.get("text_config")
+        self._known = {**settings, **inner} if isinstance(inner, Mapping) else settings
 
     def __call__(self, name: str) -> int:
-        for each in (name, *_OTHER_NAMES.get(name, ())):
-            values = self._known
-            value = values.get(each) if values is not None else getattr(self._config, each, None)
+        for each in (name, self._names.get(name, name), *_OTHER_NAMES.get(name, ())):
+            value = self._known.get(each)
+            if isinstance(value, list | tuple):  # one for each layer
+                value = max(value, default=0)
             if value:
                 return int(value)
         return 0

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from penstock.config import Config
-from penstock.config.memory import ModelShape
 from penstock.data.chat import ChatTemplate
 from penstock.errors import RunError, StopRequested
 from penstock.model.arithmetic import arithmetic_of, use_arithmetic
@@ -579,8 +578,8 @@ class Consumer(Learner):
             for learner in self._learners
             for master in learner.masters.parameters.values()
         )
-        shape, each = ModelShape.of(self.policy.model.config), self.engine_dtype.itemsize
-        return token_budget(self.config.train, shape, each, trained, self.policy.device, self.ranks)
+        model, each = self.policy.model.config, self.engine_dtype.itemsize
+        return token_budget(self.config.train, model, each, trained, self.policy.device, self.ranks)
 
     @functools.cached_property
     def _chat(self) -> ChatTemplate:

@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -440,7 +441,7 @@ CPU_TOKENS = 2048
 
 def token_budget(
     config: TrainConfig,
-    shape: ModelShape,
+    model: Any,
     each: int,
     trained: int,
     device: torch.device,
@@ -448,7 +449,7 @@ def token_budget(
 ) -> int:
     """The tokens of a pack on this device, where all ranks together train `trained` numbers; a choice is logged.
 
-    each: bytes of a number as the model computes.
+    model: its config. each: bytes of a number as it computes.
     """
     if config.micro_batch_tokens:
         return config.micro_batch_tokens
@@ -456,6 +457,7 @@ def token_budget(
         return CPU_TOKENS
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
+    shape = ModelShape.of(model)
     bytes_per_token = shape.bytes_per_token(each, checkpointing=config.gradient_checkpointing)
     share = trained // (ranks.data_world * ranks.context.size)
     tokens = pack_tokens(free, share, bytes_per_token, shape.useful_tokens)
