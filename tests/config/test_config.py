@@ -6,6 +6,7 @@ import re
 import sys
 import tomllib
 import types
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from penstock.config import Config
 from penstock.config.doubts import doubts
 from penstock.config.foreign_words import COMMON, rows
-from penstock.config.mistakes import valid_keys
+from penstock.config.mistakes import REMOVED, valid_keys
 from penstock.config.plugins import load
 from penstock.config.source import (
     LoadedConfig,
@@ -68,6 +69,25 @@ def test_words_of_other_systems_lead_to_keys_that_exist() -> None:
     common = {row["word"]: row["key"] for row in rows(COMMON)}
     assert set(common.values()) <= set(valid_keys(Config))
     assert not set(common) & {key.rsplit(".")[-1] for key in valid_keys(Config)}
+
+
+def overrides_with(pattern: str) -> list[str]:
+    """Overrides that set a removed key: of a whole section, and of one task's."""
+    if pattern == "launch.producer_kinds.place":
+        return ["launch.producer_kinds=[{place={}}]"]
+    if pattern.startswith("*"):
+        return [f"{pattern[1:]}=1", f"tasks.train.{pattern[1:]}=1"]
+    return [f"{pattern.replace('*', 'heldout')}=1"]
+
+
+@pytest.mark.parametrize("pattern", REMOVED)
+def test_a_removed_key_is_answered_with_what_to_do_instead(pattern: str) -> None:
+    assert not [key for key in valid_keys(Config) if fnmatchcase(key, pattern)]
+    for override in overrides_with(pattern):
+        with pytest.raises(UserError) as caught:
+            load_config(None, [override])
+        assert str(caught.value).startswith(override.split("=")[0])
+        assert str(caught.value).endswith(f": this key was removed; {REMOVED[pattern]}")
 
 
 def test_overrides_win_over_the_file_and_origins_say_so(tmp_path: Path) -> None:
