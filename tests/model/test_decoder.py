@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from penstock.errors import UserError
 from penstock.model.attention import AttentionCall, OneSequence, Step
 from penstock.model.decoder import hidden_states, logits
 from penstock.model.decoder_weights import ModuleProducts, read_weights
 from penstock.model.families import FAMILIES, family_of
+from penstock.model.loading import load_causal_lm
 from penstock.model.ops import TorchOps
 from stages.decoder_cases import CASES, LENGTH, make_decoder, make_image_model
 
@@ -77,3 +81,15 @@ def test_half_precision_rounds_where_the_model_rounds(case: str) -> None:
     """A norm that rounds elsewhere, or another order of a product, shows in bfloat16 only."""
     model, ids = make_decoder(case, torch.bfloat16), some_ids()
     assert torch.equal(decoder_logits(model, ids, EagerSequence()), eager_logits(model, ids))
+
+
+def test_a_checkpoint_that_lacks_an_expert_is_one_line(tmp_path: Path) -> None:
+    make_decoder("qwen 3 moe").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.0.mlp.experts.0.gate_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="which cannot be loaded") as caught:
+        load_causal_lm(
+            str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), trust_remote_code=False
+        )
+    assert "\n" not in str(caught.value)

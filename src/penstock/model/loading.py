@@ -83,6 +83,7 @@ def load_causal_lm(
         ValueError,
         UnpicklingError,  # a pickle with more than tensors
         KeyError,  # a model that knows its own kinds of attention only
+        RuntimeError,  # sizes that contradict the config, experts that are not all there
     ) as error:
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise UserError(
