@@ -14,7 +14,7 @@ from penstock.config.demo import policy_path
 from penstock.config.memory import ModelShape
 from penstock.config.source import load_config
 from penstock.errors import UserError
-from penstock.run.fit import Fit, Machine, fitted
+from penstock.run.fit import Fit, Machine, fitted, visible_gpus
 
 GIB = 2**30
 _QWEN = {"max_position_embeddings": 32768, "vocab_size": 151936, "num_hidden_layers": 28}
@@ -161,3 +161,20 @@ def test_a_model_that_is_too_large_is_refused_before_it_is_loaded(
     assert left.value.code == 2
     assert "error: memory: " in capsys.readouterr().err
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_the_memory_of_gpus_is_asked_of_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU-a, 24576'\necho 'GPU-b, 143771'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    small, large = 24576 * 2**20, 143771 * 2**20
+    assert visible_gpus(None) == [small, large]
+    assert visible_gpus("1, 0") == [large, small]
+    assert visible_gpus("GPU-b") == [large]
+    assert visible_gpus("MIG-c") == visible_gpus("") == []  # not known, so nothing is refused
+    program.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert visible_gpus(None) == []

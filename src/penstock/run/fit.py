@@ -3,11 +3,13 @@
 `fitted` tries, in this order and only where the user has not decided: as it is, engine and trainer in turns
 (`launch.colocate`), activations computed again (`train.gradient_checkpointing`). Packs and KV cache shrink by themselves
 to what is free. What cannot fit is refused with the nearest setting that can. A model that is not on this machine yet,
-and nodes of Ray, are not known before they start: nothing is said of them.
+nodes of Ray, and GPUs that nvidia-smi does not list are not known before they start: nothing is said of them.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from penstock.training.algo.method import task_algorithms
 
 PROCESS = 100 * 2**20  # main memory of a process with torch, beside what processes share
 _CUDA = 2**30  # device memory of a process for CUDA itself, its libraries and fragments
+_LEAST_REQUESTS = 16  # that an engine on a GPU decodes together, as long as they can be
 _PUBLISHED = 2  # versions of the weights in shared memory: the newest, and the one that engines may still read
 _EASY = 0.95  # of a device: estimates are not exact
 _TURNS, _AGAIN = "launch.colocate=true", "train.gradient_checkpointing=true"
@@ -42,18 +45,32 @@ class Machine:
     host: int | None = None  # None: the system does not tell
 
     @classmethod
-    def here(cls, config: Config) -> Machine:
+    def here(cls, config: Config) -> Machine | None:
+        """This machine; None if it has GPUs whose memory is not known."""
         left = available_mib()
         host = None if left is None else int(left * 2**20)
         if config.model.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
-            return cls(host=host)
-        import torch
-
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        sizes = [torch.cuda.get_device_properties(n).total_memory for n in range(count)]
-        if count and config.model.device.startswith("cuda:"):
+            has_other_gpus = config.model.device != "cpu" and Path("/dev/kfd").exists()
+            return None if has_other_gpus else cls(host=host)
+        sizes = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if config.model.device.startswith("cuda:"):
             sizes = sizes[int(config.model.device[5:]) :][:1]
-        return cls(gpus=tuple(sizes), host=host)
+        return cls(gpus=tuple(sizes), host=host) if sizes else None
+
+
+def visible_gpus(visible: str | None) -> list[int]:
+    """The bytes of each GPU that CUDA would show; nvidia-smi is asked, since torch takes seconds to import."""
+    command = ["nvidia-smi", "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        rows = [line.split(", ") for line in answer.stdout.splitlines()]
+        sizes = {uuid: int(mib) * 2**20 for uuid, mib in rows}
+        if visible is None:
+            return list(sizes.values())
+        by_number = {str(number): size for number, size in enumerate(sizes.values())}
+        return [(sizes | by_number)[word.strip()] for word in visible.split(",")]
+    except (OSError, ValueError, KeyError, subprocess.SubprocessError):
+        return []
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -131,6 +148,8 @@ def fitted(config: Config, machine: Machine | None = None, shape: ModelShape | N
     if shape is None or config.launch.kind == "ray":
         return Fit(config=config, devices=())
     machine = machine or Machine.here(config)
+    if machine is None:
+        return Fit(config=config, devices=())
     given = {
         _TURNS: "colocate" in config.launch.model_fields_set,
         _AGAIN: "gradient_checkpointing" in config.train.model_fields_set,
@@ -221,11 +240,7 @@ def _on_gpus(config: Config, shape: ModelShape, machine: Machine) -> Iterator[De
     for gpu, total in enumerate(machine.gpus):
         beside = 0 if launch.colocate else engines.count(gpu)
         parts = [_trainer(config, shape, each, total, beside) for _ in range(trainers.count(gpu))]
-        parts += [
-            _engine(config, shape, each, number=number, gpus=machine.gpus, total=total)
-            for number, place in enumerate(engines)
-            if place == gpu
-        ]
+        parts += [_engine(config, shape, each, on_gpu=True) for place in engines if place == gpu]
         in_turns = launch.colocate and len({part.name for part in parts}) > 1
         if in_turns:
             asleep += sum(_resident(part) for part in parts)
@@ -245,7 +260,7 @@ def _resident(part: Part) -> int:
 def _on_host(config: Config, shape: ModelShape, machine: Machine) -> Iterator[Device]:
     each = 2 if config.model.dtype in ("bfloat16", "float16") else 4
     trainer = _trainer(config, shape, each, None, 0)
-    engine = _engine(config, shape, each, number=0)
+    engine = _engine(config, shape, each, on_gpu=False)
     parts = [trainer] * config.launch.num_consumers
     if config.num_engines > 3:  # one line for all of them
         each_size = {name: size * config.num_engines for name, size in engine.sizes.items()}
@@ -309,31 +324,11 @@ def _longest(config: Config, shape: ModelShape) -> int:
     return min(longest, shape.positions or longest)
 
 
-def _engine(
-    config: Config,
-    shape: ModelShape,
-    each: int,
-    *,
-    number: int,
-    gpus: Sequence[int] = (),
-    total: int = 0,
-) -> Part:
-    """An engine: on a GPU with the KV cache that it will choose, on a CPU with one that grows as it is filled."""
-    other = _CUDA if gpus else PROCESS
+def _engine(config: Config, shape: ModelShape, each: int, *, on_gpu: bool) -> Part:
+    """An engine with the smallest KV cache that is of use; it takes more where more is free."""
+    other = _CUDA if on_gpu else PROCESS
     if config.engine.name == "openai":
         return Part(name="engine", sizes={"other": other})
-    weights, token, tokens = shape.parameters * each, shape.kv_bytes(each), _longest(config, shape)
-    if gpus and token:
-        from penstock.engine.transformers.options import Load, choose_sizes  # imports torch
-
-        chosen = choose_sizes(
-            Load.of(config, number, len(gpus)),
-            free=max(0, total - weights - 2 * _CUDA),
-            total=total,
-            bytes_per_token=token,
-            positions=shape.positions or tokens,
-            max_slots=config.engine.max_slots,
-        )
-        tokens = max(tokens, chosen.tokens)
-    sizes = {"weights": weights, "KV": tokens * token, "other": other}
-    return Part(name="engine", sizes=sizes)
+    tokens = _longest(config, shape) * (_LEAST_REQUESTS if on_gpu else 1)
+    sizes = {"weights": shape.parameters * each, "KV": tokens * shape.kv_bytes(each)}
+    return Part(name="engine", sizes={**sizes, "other": other})
