@@ -123,7 +123,7 @@ def check_effect(draw: Draw, fresh: Batch, whole: Updates) -> None:
     if told or run_settings(other.config) == settings:
         return
     consumer = sweep.consumer_of(other)
-    for attempt in range(6):  # a clip or a mask may meet no token of one batch
+    for attempt in range(30):  # a clip or a mask may meet no token of one batch
         batch = sweep.stale(draw, fresh, attempt=attempt)
         if attempt:
             whole, _ = sweep.gradients_of(sweep.consumer_of(draw), batch)
