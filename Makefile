@@ -85,4 +85,4 @@ format: $(DEV_STAMP)  ## format the code; update the picture of the packages in 
 	$(BIN)/python scripts/draw_house.py --write
 
 clean:  ## remove environments and caches
-	rm -rf build dist $(VENV) .venv-vllm .venv-games .venv-mcp examples/*/.venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist $(VENV) .venv-vllm .venv-games .venv-mcp .venv-tinker examples/*/.venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs agents written for other frameworks and environments, each under a Python of its own.
 #   scripts/test_agents.sh [pytest arguments]
-# The environments (examples/*/.venv, .venv-games, .venv-mcp) are built once and kept.
+# The environments (examples/*/.venv, .venv-games, .venv-mcp, .venv-tinker) are built once and kept.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -24,4 +24,10 @@ if [ ! -f "$servers/.ready" ]; then
     touch "$servers/.ready"
 fi
 export PENSTOCK_TEST_MCP="$PWD/$servers/bin"
-exec "$PYTHON" -m pytest tests/promises/agents/test_frameworks.py -p no:cacheprovider "$@"
+tinker="${TINKER_VENV:-.venv-tinker}"
+if [ ! -f "$tinker/.ready" ]; then
+    "$PYTHON" -m venv --clear "$tinker"
+    "$tinker/bin/pip" install --quiet tinker==0.36.0 && touch "$tinker/.ready" || echo "the Tinker SDK is not offered for this Python"
+fi
+[ ! -f "$tinker/.ready" ] || export PENSTOCK_TEST_TINKER="$PWD/$tinker/bin/python"
+exec "$PYTHON" -m pytest tests/promises/agents/test_frameworks.py tests/service/test_sdk.py -p no:cacheprovider "$@"

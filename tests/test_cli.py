@@ -97,6 +97,7 @@ WRONG = {  # for each command a wrong argument, and words of its error message
     "chat": (["no-such-run"], "model: got 'no-such-run', allowed: a config file, a run"),
     "version": (["more"], "more"),
     "dashboard": (["no-such-folder"], "no-such-folder"),
+    "serve": (["no-such-model"], "no-such-model"),
     "compare": (["no-such-run", "other"], "no-such-run"),
     "check": (["no-such.toml"], "no-such.toml"),
     "init": (["x", "--reward", "best"], "--reward: got 'best'"),

@@ -22,6 +22,7 @@ FLOORS = (  # a unit (a folder or file of src/penstock) imports only units of lo
     ("inspection",),
     ("workers",),
     ("run",),
+    ("service",),
     ("api", "compat", "cli"),
 )
 LAYERS = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}

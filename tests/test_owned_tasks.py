@@ -54,11 +54,17 @@ OWNED = {
     "run/loop.py Loop._one_step": "shielded; `_end_update` awaits it after a stop",
     "workers/supervise/supervised.py Supervised.start": "`_supervise` turns any error into `given_up`",
     "workers/supervise/trainer.py RestartingTrainer.publish": "`_written` raises its error",
+    "service/core.py ServiceCore._begin": "`_ended` ends the service with its error",
+    "service/samplers.py Samplers._advance": "`_switch` hands any error to those who wait",
+    "service/server.py serve_until_stopped.main": "waits for an event; cancelled at the end",
     # their errors cost tokens and no more
     "rollout/agent/single_turn.py SingleTurn._abort_later": "an abort that fails is not raised",
     "workers/pool/requests.py Requests._abort_later": "an abort that fails is not raised",
     "rollout/group_runner.py GroupRunner._abort_all": "an abort that fails is counted and sent again",
     # threads and pools of threads: a call is awaited, or the thread answers its waiters with its error
+    "service/core.py ServiceCore.__init__": "every call in it is awaited",
+    "service/audit.py replay_service": "every call in it is awaited",
+    "service/client.py Service.__init__": "callers await their own coroutines in it",
     "compat/producers.py BaseProducer.__init__": "callers await their own coroutines in it",
     "engine/transformers/engine.py TransformersEngine.start": "`_run` fails every waiting caller",
     "store/journal/writer.py Writer.__init__": "`_run` keeps the thread alive to fail every waiter",

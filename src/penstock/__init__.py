@@ -11,8 +11,8 @@
     run.metrics, run.samples(), run.model_path, run.report()
 
 `resume` continues a run, `open_run` returns one by its name, `evaluate`, `generate` and `score` judge a
-model. A mistake raises UserError, with one line; a fault at run time RunError; Ctrl-C StopRequested.
-docs/python.md says more.
+model. `Service` is for your own training loop (docs/service.md). A mistake raises UserError, with one
+line; a fault at run time RunError; Ctrl-C StopRequested. docs/python.md says more.
 """
 
 __version__ = "0.1.0"
@@ -22,6 +22,10 @@ from penstock.errors import PenstockError as PenstockError
 from penstock.errors import RunError as RunError
 from penstock.errors import StopRequested as StopRequested
 from penstock.errors import UserError as UserError
+from penstock.service.client import AdamParams as AdamParams
+from penstock.service.client import Datum as Datum
+from penstock.service.client import SamplingParams as SamplingParams
+from penstock.service.client import Service as Service
 
-# what `help(penstock)` shows: the exceptions would fill pages with the methods of Exception
+# what `help(penstock)` shows: exceptions and clients of a service would fill pages with their methods
 __all__ = ["Run", "evaluate", "generate", "open_run", "resume", "score", "sft", "train"]

@@ -26,6 +26,8 @@ from penstock.files import console, say
 from penstock.inspection.dashboard.command import dashboard
 from penstock.run.model_commands import Trust, chat, evaluate, generate
 from penstock.run.twin.command import simulate
+from penstock.service.audit import audit_service, replay_service, service_folder
+from penstock.service.command import serve
 
 if TYPE_CHECKING:
     from penstock.store.run_folder import RunFolder
@@ -164,6 +166,9 @@ def replay(
     """
     from penstock.run.session import replay_run
 
+    if (service := service_folder(run)) is not None:
+        replay_service(service)
+        return
     words = overrides or []
     replay_run(_folder(run), to_step=to, algorithm=algo, overrides=words, trusted=trust)
 
@@ -192,6 +197,8 @@ def audit(
     """Check from the journal that nothing was lost, trained twice or too stale; exit 1 if it was."""
     from penstock.inspection.audit import audit_run
 
+    if (service := service_folder(run)) is not None:
+        raise typer.Exit(audit_service(service, as_json=json_out))
     raise typer.Exit(audit_run(_folder(run), as_json=json_out, deep=deep))
 
 
@@ -475,6 +482,7 @@ app.command(rich_help_panel="Look")(dashboard)
 app.command("eval", rich_help_panel="Run")(evaluate)
 app.command(rich_help_panel="Look")(generate)
 app.command(rich_help_panel="Look")(chat)
+app.command(rich_help_panel="Run")(serve)
 
 
 @sandbox_app.command("check")

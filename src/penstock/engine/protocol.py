@@ -39,6 +39,7 @@ class SamplingParams:
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own end of sequence
     stop: tuple[str, ...] = ()  # strings; the matched text stays in the response
+    ends: bool = True  # the model's own end of sequence ends the response
 
     @classmethod
     def from_config(cls, config: SamplingConfig, **changes: Any) -> Self:

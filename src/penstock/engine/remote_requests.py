@@ -62,6 +62,8 @@ def sampling_fields(request: GenerationRequest, end_ids: Sequence[int] = ()) -> 
         "logprobs": 0,
         "seed": (request.seed + tokens) % (1 << 31),
     }
+    if not sampling.ends:
+        fields["ignore_eos"], end_ids = True, ()
     if stops := sorted({*end_ids, *sampling.stop_token_ids}):  # not every server knows these two
         fields["stop_token_ids"] = stops
     if sampling.stop:

@@ -53,7 +53,7 @@ from penstock.training.objective import (
     update_sums,
 )
 from penstock.training.optimizer import Outcome, learning_rate
-from penstock.training.pack import Pack, make_packs, token_budget
+from penstock.training.pack import Pack, Rows, make_packs, token_budget
 from penstock.training.parallel.pipeline import Sampling, run_passes
 from penstock.training.parallel.ranks import Ranks, digest_over
 from penstock.training.policy import (
@@ -548,8 +548,14 @@ class Consumer(Learner):
                 f"training: {settings.name} with correction {settings.correction} needs a "
                 "rollout's rows in one forward pass, and this model takes one row at a time"
             )
+        return self.packs_of(flat, units, replays=replays)
+
+    def packs_of(
+        self, rows: Rows, units: Sequence[Sequence[int]], *, replays: bool = False
+    ) -> Iterator[Pack]:
+        """Packs of the rows in `units`, as large as this trainer takes them."""
         return make_packs(
-            flat,
+            rows,
             units,
             budget=self._token_budget,
             joins=self._can_pack,

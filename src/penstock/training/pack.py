@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from penstock.config import TrainConfig
 from penstock.config.memory import ModelShape, pack_tokens
 from penstock.model.packed_attention import Block, Copies, PackLayout, SharedKeys
 from penstock.model.transfer import all_to_device
-from penstock.training.flat_batch import FlatBatch
 from penstock.training.parallel.ranks import Ranks
 from penstock.types import Choices
 
@@ -148,8 +147,23 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return bins
 
 
+class Rows(Protocol):
+    """Rows of tokens, such as those of a `FlatBatch`: entries per row (S)."""
+
+    @property
+    def token_ids(self) -> tuple[np.ndarray, ...]: ...
+    @property
+    def predictors(self) -> tuple[np.ndarray, ...]: ...
+    @property
+    def bounds_S1(self) -> np.ndarray: ...
+    @property
+    def rollout_S(self) -> np.ndarray: ...
+    @property
+    def choices(self) -> Sequence[Choices | None]: ...
+
+
 def make_packs(
-    flat: FlatBatch,
+    flat: Rows,
     units: Sequence[Sequence[int]],
     *,
     budget: int,

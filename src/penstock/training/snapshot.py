@@ -72,15 +72,17 @@ class TrainerState(Protocol):
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
-def take_snapshot(consumer: TrainerState, folder: Path) -> Callable[[], None]:
+def take_snapshot(
+    consumer: TrainerState, folder: Path, *, with_model: bool = True
+) -> Callable[[], None]:
     """Copy the state to host memory; return a function that writes the copy to `folder`.
 
     All ranks must take the snapshot together, because the model is gathered. The returned function
     runs in any thread beside training, and each rank writes without the others. Offloaded tensors
-    are copied from where they are on the host.
+    are copied from where they are on the host. Without the model only a trainer can load it.
     """
     first, ranks = consumer.ranks.is_first, consumer.ranks
-    weights, averaged = _gathered(consumer), Tensors()
+    weights, averaged = _gathered(consumer) if with_model else Tensors(), Tensors()
     if average := consumer.averages.get(EMA):
         with average.in_place(consumer.policy, consumer.host_offload.current):
             averaged = _gathered(consumer)
@@ -102,10 +104,11 @@ def take_snapshot(consumer: TrainerState, folder: Path) -> Callable[[], None]:
             alone = ranks.world == 1
             if not alone:
                 _write(_shard_path(folder, ranks.rank, ranks.world), {}, pieces, random_state)
-            if first:
+            if first and with_model:
                 _save_model(consumer, weights, folder / "model")
                 if averaged:
                     _save_model(consumer, averaged, folder / EMA)
+            if first:
                 _write(folder / STATE, content, pieces if alone else {}, random_state)
                 (folder / "config.toml").write_text(to_toml(consumer.config), encoding="utf-8")
         except (RuntimeError, SafetensorError) as error:  # how the two formats report a full disk

@@ -31,6 +31,12 @@ class HeadInputs:
     bias_V: Tensor | None
     rule: LogitRule
 
+    def log_probs(self, part: slice) -> Tensor:
+        """The distributions of some of the tokens, at temperature 1."""
+        hidden_CD = self.hidden_ND[part]
+        ones_C = torch.ones(len(hidden_CD), device=hidden_CD.device)
+        return _log_probs(hidden_CD, self.weight_VD, self, ones_C)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyTerms:

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from penstock.engine.protocol import FinishReason, Generation, GenerationRequest
+from penstock.engine.protocol import FinishReason, Generation, GenerationRequest, SamplingParams
 from penstock.model.sampling import RowSampling, stream_key, uniforms
 from penstock.types import Choices, VersionSegment, extend_segments
 
@@ -153,7 +153,7 @@ class SlotTable:
         slot = self.free_slots.pop()
         sequence.slot = slot
         self.sequences[slot] = sequence
-        stops = self._widen(sampling.max_tokens, sampling.stop_token_ids)
+        stops = self._widen(sampling)
         self.key[slot] = stream_key(request.seed)
         self.greedy[slot] = sampling.temperature == 0
         self.temperature[slot] = sampling.temperature or 1.0
@@ -168,16 +168,16 @@ class SlotTable:
         self.stop_ids[slot, : len(stops)] = stops
         return slot
 
-    def _widen(self, max_tokens: int, stop_token_ids: tuple[int, ...]) -> list[int]:
+    def _widen(self, sampling: SamplingParams) -> list[int]:
         """Make the columns wide enough for this request; return its stop ids."""
-        width = self.out_ids.shape[1]
+        max_tokens, width = sampling.max_tokens, self.out_ids.shape[1]
         if max_tokens > width:
             more = ((0, 0), (0, max(max_tokens, 2 * width) - width))
             self.out_ids, self.out_logprobs = (
                 np.pad(self.out_ids, more),
                 np.pad(self.out_logprobs, more),
             )
-        stops = sorted({*self.end_ids, *stop_token_ids})
+        stops = sorted({*(self.end_ids if sampling.ends else ()), *sampling.stop_token_ids})
         if len(stops) > self.stop_ids.shape[1]:
             more = ((0, 0), (0, len(stops) - self.stop_ids.shape[1]))
             self.stop_ids = np.pad(self.stop_ids, more, constant_values=-1)

@@ -1,0 +1,191 @@
+"""The command log of a service: an SQLite file with every command, its answer, and what the answers made.
+
+A command is committed before it is promised, its answer before it is given; so a kill at any moment leaves each
+command without an answer (it runs again from the same state) or with the one that the client gets. Rows carry
+a checksum. The file is written by one thread; a file of another format is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import JournalDamaged, RunError
+
+FILE = "commands.db"
+FORMAT = 1  # PRAGMA user_version of the file
+_TABLES = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE facts(name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE sessions(
+    session_id TEXT PRIMARY KEY, owner TEXT NOT NULL, begun_at REAL NOT NULL, ended_at REAL) WITHOUT ROWID;
+CREATE TABLE commands(
+    number INTEGER PRIMARY KEY, line TEXT NOT NULL, seq INTEGER NOT NULL, owner TEXT NOT NULL,
+    kind TEXT NOT NULL, body BLOB NOT NULL, at REAL NOT NULL,
+    outcome TEXT,                   -- done | failed; NULL: it has no answer yet
+    result BLOB, digest TEXT, done_at REAL, runs INTEGER NOT NULL DEFAULT 0,
+    row_check TEXT NOT NULL, result_check TEXT, UNIQUE(line, seq));
+CREATE TABLE checkpoints(
+    path TEXT PRIMARY KEY, model_id TEXT NOT NULL, owner TEXT NOT NULL, folder TEXT NOT NULL,
+    digest TEXT NOT NULL, kind TEXT NOT NULL, size_bytes INTEGER NOT NULL, at REAL NOT NULL,
+    expires_at REAL, metadata TEXT) WITHOUT ROWID;
+CREATE TABLE samplers(
+    sampler_id TEXT PRIMARY KEY, owner TEXT NOT NULL, model_path TEXT, folder TEXT, digest TEXT) WITHOUT ROWID;
+PRAGMA user_version = {FORMAT};
+COMMIT;
+"""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Command:
+    """One row of the log. A line is what orders commands: a model, a sampler, or the models of a session."""
+
+    number: int
+    line: str
+    seq: int
+    owner: str
+    kind: str
+    body: bytes
+    outcome: str | None = None  # done | failed
+    result: bytes = b""
+    digest: str | None = None  # of the trained weights after it
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.line}#{self.seq}"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The body of a command in JSON."""
+        fields: dict[str, Any] = json.loads(self.body)
+        return fields
+
+
+_COLUMNS = "number, line, seq, owner, kind, body, outcome, result, digest"
+
+
+class CommandLog:
+    """Reads and writes the file."""
+
+    def __init__(self, path: Path, *, readonly: bool = False) -> None:
+        self.path = path
+        mode = "ro" if readonly else "rwc"
+        try:
+            self._file = sqlite3.connect(
+                f"{path.absolute().as_uri()}?mode={mode}",
+                uri=True,
+                isolation_level=None,
+                check_same_thread=False,
+                timeout=30.0,
+            )
+            if not readonly:
+                self._file.execute("PRAGMA journal_mode = WAL")
+                self._file.execute("PRAGMA synchronous = NORMAL")
+            (version,) = self._file.execute("PRAGMA user_version").fetchone()
+            if version == 0 and not readonly:
+                self._file.executescript(_TABLES)
+            elif version != FORMAT:
+                raise RunError(f"command log {path}: got format {version}, allowed: {FORMAT}")
+        except sqlite3.OperationalError as error:
+            raise RunError(f"command log {path}: cannot be opened: {error}") from error
+        except sqlite3.DatabaseError as error:
+            raise JournalDamaged(f"command log {path}: damaged: {error}") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Commit what is written inside at once, or none of it."""
+        self._file.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._file.execute("ROLLBACK")
+            raise
+        self._file.execute("COMMIT")
+
+    def query(self, sql: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        """The rows of a statement."""
+        return self._file.execute(sql, values).fetchall()
+
+    def fact(self, name: str, value: str | None = None) -> str:
+        """A fact about the service; with a value, keep it if there is none yet."""
+        if value is not None:
+            self.query("INSERT OR IGNORE INTO facts VALUES(?, ?)", (name, value))
+        rows = self.query("SELECT value FROM facts WHERE name = ?", (name,))
+        return str(rows[0][0]) if rows else ""
+
+    # ---- commands
+
+    def add(self, line: str, seq: int, owner: str, kind: str, body: bytes) -> Command:
+        """Write a new command."""
+        check = _check(line, seq, owner, kind, body)
+        rows = self.query(
+            "INSERT INTO commands(line, seq, owner, kind, body, at, row_check) "
+            f"VALUES(?, ?, ?, ?, ?, ?, ?) RETURNING {_COLUMNS}",
+            (line, seq, owner, kind, body, time.time(), check),
+        )
+        return _command(rows[0])
+
+    def begin(self, command: Command) -> None:
+        """Note that a command runs; one that was killed while it ran has several runs and one answer."""
+        self.query("UPDATE commands SET runs = runs + 1 WHERE number = ?", (command.number,))
+
+    def answer(self, command: Command, outcome: str, result: bytes, digest: str | None) -> None:
+        """Write the answer of a command, which never changes."""
+        done = self.query(
+            "UPDATE commands SET outcome = ?, result = ?, digest = ?, done_at = ?, result_check = ? "
+            "WHERE number = ? AND outcome IS NULL RETURNING number",
+            (outcome, result, digest, time.time(), _check(outcome, result, digest), command.number),
+        )
+        if not done:
+            raise RunError(f"command log: {command.request_id} was answered twice")
+
+    def find(self, line: str, seq: int) -> Command | None:
+        return next(self.select("line = ? AND seq = ?", (line, seq)), None)
+
+    def select(self, where: str, values: Sequence[object] = ()) -> Iterator[Command]:
+        """The commands in the order of their lines, then of their numbers."""
+        sql = f"SELECT {_COLUMNS} FROM commands WHERE {where} ORDER BY line, seq"
+        cursor = self._file.execute(sql, values)
+        return (_command(row) for row in iter(cursor.fetchone, None))
+
+    def damaged(self) -> Iterator[str]:
+        """Name the commands that are not what was written."""
+        columns = "line, seq, owner, kind, body, outcome, result, digest, row_check, result_check"
+        for row in self.query(f"SELECT {columns} FROM commands ORDER BY number"):
+            answer = _check(*row[5:8]) if row[5] is not None else None
+            if (_check(*row[:5]), answer) != row[8:]:
+                yield f"{row[0]}#{row[1]}"
+
+
+def _command(row: tuple[Any, ...]) -> Command:
+    number, line, seq, owner, kind, body, outcome, result, digest = row
+    return Command(
+        number=number,
+        line=line,
+        seq=seq,
+        owner=owner,
+        kind=kind,
+        body=body,
+        outcome=outcome,
+        result=result or b"",
+        digest=digest,
+    )
+
+
+def _check(*values: object) -> str:
+    """The checksum of a row's values."""
+    hasher = hashlib.blake2b(digest_size=12)
+    for value in values:
+        octets = value if isinstance(value, bytes) else str(value).encode()
+        hasher.update(len(octets).to_bytes(8, "little") + octets)
+    return hasher.hexdigest()

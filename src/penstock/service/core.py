@@ -1,0 +1,468 @@
+"""The service itself: who may do what, which command is next, and the answers; HTTP and Python both call it.
+
+Runs on one event loop. Commands of a model run in the order of their numbers, in the trainer's thread, one at a
+time; owners take turns, and the models of an owner. Samples run beside them, as the engine's turns allow. A restarted
+service begins with the commands that have no answer. Waits for: commands, the trainer's thread, the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import re
+import shutil
+import time
+import uuid
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.config import Config
+from penstock.config.demo import resolve_model_path
+from penstock.config.source import validate
+from penstock.engine.transformers.engine import TransformersEngine
+from penstock.errors import PenstockError, RunError, UserError
+from penstock.service.command_log import FILE, Command, CommandLog
+from penstock.service.models import LOAD, SAVE, SAVE_SAMPLER, Models, ModelSettings
+from penstock.service.samplers import Samplers
+from penstock.store.run_folder import RunFolder
+
+CREATE, SAMPLE = "create_model", "asample"
+TRAINING = ("forward_backward", "optim_step", LOAD, SAVE, SAVE_SAMPLER)
+MOST_WAITING, MOST_WAITING_BYTES = 4096, 512 << 20  # commands without an answer, of one owner
+SILENT_S = 300.0  # without a word of its client, a session's models leave the memory
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+_KINDS = {SAVE: "weights", SAVE_SAMPLER: "sampler_weights"}
+_log = logging.getLogger(__name__)
+
+
+class Busy(PenstockError):
+    """The queue of this owner is full; the client waits and asks again."""
+
+
+class NotFound(UserError):
+    """There is no such thing, or it belongs to another key."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """The commands of a model that wait."""
+
+    owner: str
+    next_seq: int
+    waiting: dict[int, Command] = field(default_factory=dict)
+
+
+class ServiceCore:
+    """Consumes commands, produces answers; see above."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        if config.engine.name != "transformers":
+            allowed = "allowed: 'transformers' for a service"
+            raise UserError(f"engine.name: got {config.engine.name!r}, {allowed}")
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._closing = contextlib.ExitStack()
+        self._closing.enter_context(RunFolder(folder).lock())
+        self.log = CommandLog(folder / FILE)
+        self._closing.callback(self.log.close)
+        first = validate(json.loads(self.log.fact("config", config.model_dump_json())))
+        if (first.model, first.seed) != (config.model, config.seed):
+            self._closing.close()
+            raise UserError(
+                f"model: got {config.model.path!r} with these settings for {folder}, allowed: those it "
+                f"began with ({first.model.path!r}), or another run.name"
+            )
+        self.models = Models(config, folder)
+        self.config = self.models.config
+        self.samplers = Samplers(self.models, self._make_engine, self._in_trainer)
+        self._trainer = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._lines: OrderedDict[str, _Line] = OrderedDict()
+        self._owners: OrderedDict[str, None] = OrderedDict()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._answers: dict[str, asyncio.Event] = {}
+        self._waiting: Counter[str] = Counter()
+        self._waiting_bytes: Counter[str] = Counter()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()
+        self.fault: BaseException | None = None  # of the service, which ends by it
+        self.broken = asyncio.Event()
+
+    def _make_engine(self, fetch: Any) -> TransformersEngine:
+        return TransformersEngine.from_config(self.config, fetch=fetch)
+
+    async def start(self) -> None:
+        """Load the model, start the engine, and go on with the commands that have no answer."""
+        try:
+            await self._in_trainer(self.models.load_base)
+            await self.samplers.engine.start()
+        except BaseException:
+            await self.close()
+            raise
+        self._begin(self._work(), "commands")
+        for command in list(self.log.select("outcome IS NULL")):
+            self._enqueue(command)
+
+    async def close(self) -> None:
+        """Stop; commands without an answer are done by the next service of this folder."""
+        for timer in self._timers.values():
+            timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.samplers.engine.close()
+        await asyncio.to_thread(self._trainer.shutdown, wait=True)
+        self._closing.close()
+
+    async def _in_trainer(self, function: Callable[..., Any], *values: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._trainer, function, *values)
+
+    def _begin(self, work: Any, name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Stop the service with the fault of a task: the log could not be written, or the code is wrong."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fault = self.fault or error
+            self.broken.set()
+
+    @property
+    def base_names(self) -> list[str]:
+        """The names by which clients may call the base model; the first is shown."""
+        path = self.config.model.path
+        return list(dict.fromkeys([path, resolve_model_path(path), Path(path).name]))
+
+    def check_base(self, name: object) -> None:
+        if name not in self.base_names:
+            raise UserError(f"base_model: got {name!r}, allowed: {self.base_names[0]!r}")
+
+    # ---- sessions
+
+    def create_session(self, owner: str, key: str = "") -> str:
+        """A new session, or the one that the same request made before."""
+        text = f"{owner}/{key}" if key else uuid.uuid4().hex
+        session = hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+        self.log.query(
+            "INSERT OR IGNORE INTO sessions VALUES(?, ?, ?, NULL)", (session, owner, time.time())
+        )
+        self.heard_of(owner, session)
+        return session
+
+    def heard_of(self, owner: str, session: str) -> bool:
+        """Note that the client of a session is there; False: the session has ended."""
+        rows = self.log.query(
+            "SELECT owner, ended_at FROM sessions WHERE session_id = ?", (session,)
+        )
+        if not rows or rows[0][0] != owner:
+            raise NotFound(f"session: got {session!r}, allowed: a session of this key")
+        if timer := self._timers.pop(session, None):
+            timer.cancel()
+        if rows[0][1] is None:
+            later = asyncio.get_running_loop().call_later
+            self._timers[session] = later(SILENT_S, self._put_away, session)
+        return rows[0][1] is None
+
+    def finish_session(self, owner: str, session: str) -> None:
+        """End a session: its models leave the memory, and samplers without a name go."""
+        self.heard_of(owner, session)
+        self.log.query(
+            "UPDATE sessions SET ended_at = ? WHERE session_id = ? AND ended_at IS NULL",
+            (time.time(), session),
+        )
+        if timer := self._timers.pop(session, None):
+            timer.cancel()
+        self._put_away(session)
+        unnamed = "model_path IS NULL AND folder IS NOT NULL AND sampler_id GLOB ?"
+        for (folder,) in self.log.query(
+            f"SELECT folder FROM samplers WHERE {unnamed}", (f"{session}:*",)
+        ):
+            shutil.rmtree(self.folder / folder, ignore_errors=True)
+
+    def _put_away(self, session: str) -> None:
+        """Free the memory of a session's models, between two commands."""
+        sql = "SELECT seq FROM commands WHERE line = ? AND outcome = 'done'"
+        for (number,) in self.log.query(sql, (f"{session}:train",)):
+            model_id = f"{session}:train:{number}"
+            self._jobs.append(lambda model_id=model_id: self.models.put_away(model_id))  # type: ignore[misc]
+        self._wake.set()
+
+    # ---- commands
+
+    def submit(self, owner: str, kind: str, line: str, seq: object, body: bytes) -> str:
+        """Log a command, so that it will be done; return its request id. One that is known is not done again."""
+        seq = _checked_seq("seq_id", seq)
+        self._check_owner(owner, kind, line)
+        if (command := self.log.find(line, seq)) is None:
+            size = self._waiting_bytes[owner] + len(body)
+            if self._waiting[owner] >= MOST_WAITING or size > MOST_WAITING_BYTES:
+                raise Busy(
+                    f"queue: got {self._waiting[owner]} waiting commands, allowed: no more now"
+                )
+            command = self.log.add(line, seq, owner, kind, body)
+            self._enqueue(command)
+        return command.request_id
+
+    def _check_owner(self, owner: str, kind: str, line: str) -> None:
+        """Refuse what belongs to another key, and what was never made."""
+        if kind == SAMPLE:
+            self.sampler(owner, line)
+        elif kind == CREATE:
+            self.heard_of(owner, line.removesuffix(":train"))
+        else:
+            self.heard_of(owner, self._creation(owner, line).line.removesuffix(":train"))
+
+    def _creation(self, owner: str, model_id: str) -> Command:
+        session, _, number = model_id.rpartition(":train:")
+        command = self.log.find(f"{session}:train", _number(number))
+        if command is None or command.owner != owner:
+            raise NotFound(f"model: got {model_id!r}, allowed: a model of this key")
+        return command
+
+    def settings_of(self, owner: str, model_id: str) -> ModelSettings:
+        return ModelSettings.of(self._creation(owner, model_id), self.config)
+
+    def _enqueue(self, command: Command) -> None:
+        self._waiting[command.owner] += 1
+        self._waiting_bytes[command.owner] += len(command.body)
+        self._answers.setdefault(command.request_id, asyncio.Event())
+        if command.kind == SAMPLE:
+            self._begin(self._do(command), command.request_id)
+            return
+        name = command.request_id if command.kind == CREATE else command.line
+        if name not in self._lines:
+            sql = "SELECT max(seq) FROM commands WHERE line = ? AND outcome IS NOT NULL"
+            ((last,),) = self.log.query(sql, (command.line,))
+            first = command.seq if command.kind == CREATE else (last or 0) + 1
+            self._lines[name] = _Line(command.owner, first)
+        self._lines[name].waiting[command.seq] = command
+        self._owners.setdefault(command.owner)
+        self._wake.set()
+
+    def _next(self) -> Command | None:
+        """The next command that may run: of the owner, then of the model, whose last turn is longest ago."""
+        for owner in self._owners:
+            for name, line in self._lines.items():
+                command = line.waiting.pop(line.next_seq, None) if line.owner == owner else None
+                if command is not None:
+                    self._owners.move_to_end(owner)
+                    self._lines.move_to_end(name)
+                    line.next_seq += 1
+                    if command.kind == CREATE:
+                        del self._lines[name]
+                    return command
+        return None
+
+    async def _work(self) -> None:
+        """Do commands of models, one at a time; woken by each new one."""
+        while True:
+            while self._jobs:
+                await self._in_trainer(self._jobs.popleft())
+            command = self._next()
+            if command is None:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            await self._do(command)
+            if command.kind != CREATE:
+                await self._in_trainer(self.models.snapshot, command.line)
+
+    async def _do(self, command: Command) -> None:
+        """Do a command and log its answer; whatever fails is an answer too."""
+        self.log.begin(command)
+        outcome, digest = "failed", None
+        try:
+            if command.kind in _KINDS:
+                _check_checkpoint(command.fields)
+            if command.kind == SAMPLE:
+                result: Any = await self._sample(command)
+            elif command.kind == CREATE:
+                result, digest = await self._create(command)
+            else:
+                source = self._source(command) if command.kind == LOAD else None
+                run = self.models.run
+                result, digest = await self._in_trainer(run, command.line, command, source)
+            outcome = "done"
+        except UserError as error:
+            result = {"error": str(error), "category": "user"}
+        except Exception as error:  # the client hears of it; the model is made again from its log
+            _log.error("command %s failed", command.request_id, exc_info=error)
+            if command.kind in TRAINING:
+                await self._in_trainer(self.models.forget, command.line)
+            text = (
+                str(error)
+                if isinstance(error, PenstockError)
+                else f"{type(error).__name__}: {error}"
+            )
+            result = {"error": text, "category": "server"}
+        with self.log.together():
+            if outcome == "done" and command.kind in _KINDS:
+                result = self._saved(command, result)
+            octets = result if isinstance(result, bytes) else json.dumps(result).encode()
+            self.log.answer(command, outcome, octets, digest)
+        self._waiting[command.owner] -= 1
+        self._waiting_bytes[command.owner] -= len(command.body)
+        self._answers.pop(command.request_id).set()
+
+    async def _create(self, command: Command) -> tuple[dict[str, str], str]:
+        model_id = f"{command.line}:{command.seq}"
+        self.check_base(command.fields.get("base_model"))
+        digest = await self._in_trainer(self.models.create, model_id, command)
+        return {"model_id": model_id}, digest
+
+    async def answer(self, owner: str, request_id: str, wait_s: float) -> Command | None:
+        """The command with its answer; None: it has none yet after this time."""
+        command = self._known(owner, request_id)
+        if command.outcome is None and (event := self._answers.get(request_id)) is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), wait_s)
+            if self.fault is not None:
+                raise RunError(f"service: it has ended: {self.fault}")
+            command = self._known(owner, request_id)
+        return command if command.outcome else None
+
+    def _known(self, owner: str, request_id: str) -> Command:
+        line, _, seq = request_id.rpartition("#")
+        command = self.log.find(line, _number(seq))
+        if command is None or command.owner != owner:
+            raise NotFound(f"request_id: got {request_id!r}, allowed: a request of this key")
+        return command
+
+    # ---- checkpoints and samplers
+
+    def _saved(self, command: Command, made: dict[str, Any]) -> dict[str, str]:
+        """Record a checkpoint that was written; the client's answer."""
+        fields, owner = command.fields, command.owner
+        folder = f"checkpoints/{command.line}/{command.seq}"
+        if (name := fields.get("path")) is None and "sampling_session_seq_id" in fields:
+            session = command.line.rpartition(":train:")[0]
+            sampler = f"{session}:sample:{fields['sampling_session_seq_id']}"
+            self._add_sampler(sampler, owner, None, folder, made["digest"])
+            return {"sampling_session_id": sampler}
+        kind, ttl = _KINDS[command.kind], fields.get("ttl_seconds")
+        name = name or f"step-{command.seq}"
+        path = f"tinker://{command.line}/{kind}/{name}"
+        self.log.query(
+            "INSERT OR REPLACE INTO checkpoints VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                path,
+                command.line,
+                owner,
+                folder,
+                made["digest"],
+                kind,
+                made["size_bytes"],
+                time.time(),
+                time.time() + float(ttl) if ttl else None,
+                json.dumps(fields.get("user_metadata")),
+            ),
+        )
+        return {"path": path}
+
+    def _add_sampler(self, sampler: str, *values: str | None) -> None:
+        self.log.query("INSERT OR IGNORE INTO samplers VALUES(?, ?, ?, ?, ?)", (sampler, *values))
+
+    def checkpoints(self, owner: str, model_id: str | None = None) -> list[dict[str, Any]]:
+        """The checkpoints of an owner, or of one model, the newest first; expired ones are removed."""
+        columns = "path, model_id, folder, digest, kind, size_bytes, at, expires_at, metadata"
+        where, values = "owner = ?", [owner]
+        if model_id is not None:
+            where, values = f"{where} AND model_id = ?", [*values, model_id]
+        found = []
+        for row in self.log.query(
+            f"SELECT {columns} FROM checkpoints WHERE {where} ORDER BY at DESC", values
+        ):
+            checkpoint = dict(zip(columns.split(", "), row, strict=True))
+            if checkpoint["expires_at"] and checkpoint["expires_at"] < time.time():
+                self.delete_checkpoint(owner, checkpoint["path"])
+            else:
+                found.append(checkpoint)
+        return found
+
+    def checkpoint(self, owner: str, path: object) -> dict[str, Any]:
+        for checkpoint in self.checkpoints(owner):
+            if checkpoint["path"] == path:
+                return checkpoint
+        raise NotFound(f"path: got {path!r}, allowed: a checkpoint of this key")
+
+    def delete_checkpoint(self, owner: str, path: str) -> None:
+        rows = self.log.query(
+            "DELETE FROM checkpoints WHERE owner = ? AND path = ? RETURNING folder", (owner, path)
+        )
+        if not rows:
+            raise NotFound(f"path: got {path!r}, allowed: a checkpoint of this key")
+        shutil.rmtree(self.folder / rows[0][0], ignore_errors=True)
+
+    def _source(self, command: Command) -> dict[str, Any]:
+        """Where the checkpoint of a load_weights lies, and of what kind of model it is."""
+        checkpoint = self.checkpoint(command.owner, command.fields.get("path"))
+        settings = self.settings_of(command.owner, checkpoint["model_id"])
+        shape = [settings.rank, settings.train_attn, settings.train_mlp]
+        return {"folder": checkpoint["folder"], "shape": shape}
+
+    def create_sampler(self, owner: str, fields: dict[str, Any]) -> str:
+        """A sampling session of the base model or of a checkpoint."""
+        session, path = str(fields.get("session_id")), fields.get("model_path")
+        name = "sampling_session_seq_id"
+        seq = _checked_seq(name, fields.get(name, 0))
+        self.heard_of(owner, session)
+        sampler = f"{session}:sample:{seq}"
+        if path is None:
+            self.check_base(fields.get("base_model"))
+            self._add_sampler(sampler, owner, None, None, None)
+        else:
+            checkpoint = self.checkpoint(owner, path)
+            self._add_sampler(sampler, owner, path, checkpoint["folder"], checkpoint["digest"])
+        return sampler
+
+    def sampler(self, owner: str, sampler: str) -> dict[str, Any]:
+        columns = "model_path, folder, digest"
+        rows = self.log.query(
+            f"SELECT {columns} FROM samplers WHERE sampler_id = ? AND owner = ?", (sampler, owner)
+        )
+        if not rows:
+            raise NotFound(f"sampling_session_id: got {sampler!r}, allowed: a sampler of this key")
+        return dict(zip(columns.split(", "), rows[0], strict=True))
+
+    async def _sample(self, command: Command) -> bytes:
+        sampler = self.sampler(command.owner, command.line)
+        folder, settings = sampler["folder"] or "", None
+        if folder:
+            settings = self.settings_of(command.owner, folder.split("/")[1])
+        name, fields = command.request_id, command.fields
+        return await self.samplers.sample(name, fields, folder, sampler["digest"] or "", settings)
+
+
+def _checked_seq(name: str, seq: object) -> int:
+    if not isinstance(seq, int) or not 0 <= seq < 1 << 63:
+        raise UserError(f"{name}: got {seq!r}, allowed: an integer from 0")
+    return seq
+
+
+def _number(text: str) -> int:
+    """A number of the log; -1, which none has, if the text is none."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else -1
+
+
+def _check_checkpoint(fields: dict[str, Any]) -> None:
+    """Refuse a checkpoint whose name is no name of a file, or whose time to live is no time."""
+    name, ttl = fields.get("path"), fields.get("ttl_seconds")
+    if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise UserError(f"path: got {name!r}, allowed: letters, digits, dot, dash, underscore")
+    if ttl is not None and not (isinstance(ttl, int | float) and 0 < ttl < 1e10):
+        raise UserError(f"ttl_seconds: got {ttl!r}, allowed: seconds above 0")
+
+
+def iterate_models(log: CommandLog) -> Iterator[tuple[str, Command]]:
+    """Yield (model id, its create_model command) of every model of a service."""
+    for command in log.select("kind = ? AND outcome = 'done'", (CREATE,)):
+        yield f"{command.line}:{command.seq}", command

@@ -1,0 +1,274 @@
+"""Sampling from many checkpoints with one engine: requests of one checkpoint run together, checkpoints take turns.
+
+While others wait, a checkpoint gets no new requests: those that come later wait for its next turn. The engine
+checks the digest of the weights that it loads against the one that the checkpoint was saved with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from penstock.data.sampler import stable_hash
+from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine, SamplingParams
+from penstock.errors import EngineError, UserError
+from penstock.service import wire
+from penstock.service.batches import NO_LOGPROB, check_ids, make_rows
+from penstock.service.models import Models
+from penstock.types import WeightHandle
+
+MOST_SAMPLES = 1024  # of one request
+MOST_LIKELY = 1024  # tokens of one place that a request may ask for
+
+
+class Samplers:
+    """The engine, and whose turn it is. `in_trainer` runs a function in the trainer's thread."""
+
+    def __init__(
+        self,
+        models: Models,
+        make_engine: Callable[[Any], InferenceEngine],
+        in_trainer: Callable[..., Awaitable[Any]],
+    ) -> None:
+        self._models, self._in_trainer = models, in_trainer
+        self.engine = make_engine(self._fetch)
+        self._source: Any = None  # the model whose weights the engine is loading
+        self._current, self._running, self._switching = "", 0, False  # "": the base
+        self._version = 0
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._settings: dict[str, Any] = {}
+
+    def _fetch(self, handle: WeightHandle) -> Iterable[tuple[str, Any]]:
+        return self._source.weights()
+
+    # ---- turns
+
+    @asynccontextmanager
+    async def _turn(self, folder: str, digest: str, settings: Any) -> AsyncIterator[None]:
+        """Let the engine have this checkpoint's weights inside the context."""
+        self._settings[folder] = (digest, settings)
+        if self._switching or self._waiting or folder != self._current:
+            admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(folder, deque()).append(admitted)
+            self._advance()
+            await admitted  # `_switch` has counted it
+        else:
+            self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._advance()
+
+    def _advance(self) -> None:
+        """Begin the next turn, if the last one is over."""
+        if self._running or self._switching or not self._waiting:
+            return
+        folder, waiting = self._waiting.popitem(last=False)
+        self._switching = True
+        task = asyncio.create_task(self._switch(folder, waiting), name=f"sample {folder}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _switch(self, folder: str, waiting: deque[asyncio.Future[None]]) -> None:
+        digest, settings = self._settings.pop(folder)
+        try:
+            if folder != self._current:
+                self._source = await self._in_trainer(self._models.scorer, folder, settings)
+                digest = digest or await asyncio.to_thread(self._source.digest)
+                self._version += 1
+                handle = WeightHandle(version=self._version, digest=digest, kind="service")
+                await self.engine.update_weights(self._version, handle)
+                self._current = folder
+        except (
+            Exception
+        ) as error:  # whatever it is, those who wait for this checkpoint must hear of it
+            for admitted in waiting:
+                if not admitted.done():
+                    admitted.set_exception(error)
+        finally:
+            self._source, self._switching = None, False
+        for admitted in waiting:
+            if not admitted.done():
+                self._running += 1
+                admitted.set_result(None)
+        self._advance()
+
+    # ---- one request
+
+    async def sample(
+        self, name: str, fields: Mapping[str, Any], folder: str, digest: str, settings: Any
+    ) -> bytes:
+        """The answer to an asample."""
+        prompt = prompt_ids(fields)
+        check_ids(prompt, "prompt", vocabulary=self._models.vocabulary)
+        requests = self._requests(name, fields, prompt)
+        ask = _Scores(fields, prompt, self._models.vocabulary)
+        async with self._turn(folder, digest, settings):
+            generations = await self.engine.generate_many(requests)
+        if failed := [g for g in generations if g.finish_reason in ("error", "abort")]:
+            raise EngineError(f"sampling failed: {failed[0].error or 'the engine was stopped'}")
+        answer: dict[str, Any] = {"sequences": [_sequence(g) for g in generations]}
+        if ask.asks_anything:
+            await self._in_trainer(self._add_scores, answer, ask, generations, folder, settings)
+        return wire.encode("SampleResponse", answer)
+
+    def _requests(
+        self, name: str, fields: Mapping[str, Any], prompt: np.ndarray
+    ) -> list[GenerationRequest]:
+        count, params = fields.get("num_samples", 1), fields.get("sampling_params") or {}
+        if not isinstance(count, int) or not 1 <= count <= MOST_SAMPLES:
+            raise UserError(f"num_samples: got {count!r}, allowed: 1 to {MOST_SAMPLES}")
+        seed = params.get("seed")
+        seed = stable_hash(name) if seed is None else int(seed)
+        sampling = _sampling(params, self._models.longest - len(prompt))
+        return [
+            GenerationRequest(f"{name}/{n}", prompt, sampling, stable_hash(seed, n))
+            for n in range(count)
+        ]
+
+    def _add_scores(
+        self,
+        answer: dict[str, Any],
+        ask: _Scores,
+        generations: list[Generation],
+        folder: str,
+        settings: Any,
+    ) -> None:
+        """Fill in log-probs of the prompt and the most likely tokens, by the trainer's own pass."""
+        models, consumer = self._models, self._models.scorer(folder, settings)
+        rows = make_rows([ask.prompt], [ask.prompt[1:]])
+        if ask.logprobs:
+            answer["prompt_logprobs"] = ask.last(models.score(consumer, rows)[:, None])
+        if ask.most_likely:
+            ids, logprobs = models.most_likely(consumer, rows, ask.most_likely)
+            answer["topk_prompt_logprobs"] = _table(
+                np.pad(ids, ((1, 0), (0, 0))),  # its first token has no distribution
+                np.pad(logprobs, ((1, 0), (0, 0)), constant_values=NO_LOGPROB),
+            )
+        if ask.targets is not None:
+            chosen = np.maximum(ask.targets, 0)
+            scores = models.score(consumer, make_rows([ask.prompt], [chosen]))
+            scores[ask.targets.ravel() < 0] = 0.0
+            answer["target_prompt_logprobs"] = {
+                "dense": scores.astype("<f4").tobytes(),
+                "dtype": wire.FLOAT32,
+                "shape": list(ask.targets.shape),
+            }
+        for sequence, generation in zip(answer["sequences"], generations, strict=True):
+            if ask.most_likely_sampled:
+                whole = np.concatenate([ask.prompt, generation.token_ids])
+                sampled = make_rows([whole], [whole[1:]])
+                table = models.most_likely(consumer, sampled, ask.most_likely_sampled)
+                sequence["topk_sampled_logprobs"] = _table(
+                    *(part[len(ask.prompt) - 1 :] for part in table)
+                )
+
+
+class _Scores:
+    """What a request asks for beside samples."""
+
+    def __init__(self, fields: Mapping[str, Any], prompt: np.ndarray, vocabulary: int) -> None:
+        self.prompt = prompt
+        self.last_n = fields.get("prompt_logprobs_last_n")
+        self.logprobs = bool(fields.get("prompt_logprobs")) or self.last_n is not None
+        self.most_likely = _count(fields, "topk_prompt_logprobs")
+        self.most_likely_sampled = _count(fields, "topk_sample_logprobs")
+        self.targets: np.ndarray | None = None
+        if (given := fields.get("target_prompt_logprobs")) is not None:
+            self.targets = _targets(given, len(prompt), vocabulary)
+        if fields.get("prompt_alt_tokens_k"):
+            raise UserError("prompt_alt_tokens_k: got a number, allowed: 0 (not served here)")
+
+    @property
+    def asks_anything(self) -> bool:
+        others = self.most_likely or self.most_likely_sampled or self.targets is not None
+        return bool(self.logprobs or others)
+
+    def last(self, scores: np.ndarray) -> bytes:
+        """The log-probs of the prompt; NaN at its first token and before the last n."""
+        logprobs = np.append(np.float32(np.nan), scores.ravel())
+        if self.last_n is not None:
+            logprobs[: max(0, len(logprobs) - int(self.last_n))] = np.nan
+        return logprobs.astype("<f4").tobytes()
+
+
+def prompt_ids(fields: Mapping[str, Any]) -> np.ndarray:
+    """The token ids of a prompt in JSON."""
+    chunks = (fields.get("prompt") or {}).get("chunks") or []
+    ids: list[int] = []
+    for chunk in chunks:
+        if chunk.get("type", "encoded_text") != "encoded_text":
+            raise UserError(f"prompt: got a chunk {chunk['type']!r}, allowed: 'encoded_text'")
+        ids += chunk.get("tokens") or []
+    try:
+        return np.array(ids, np.int32)
+    except (ValueError, TypeError, OverflowError):
+        raise UserError("prompt: got tokens that are no integers, allowed: token ids") from None
+
+
+def _sampling(params: Mapping[str, Any], room: int) -> SamplingParams:
+    """The sampling parameters of the protocol as the engine's; `room` is what fits behind the prompt."""
+    stop = params.get("stop")
+    stops = [stop] if isinstance(stop, str) else list(stop or [])
+    texts = tuple(part for part in stops if isinstance(part, str))
+    ids = tuple(part for part in stops if isinstance(part, int))
+    if len(texts) + len(ids) < len(stops) or "" in texts:
+        raise UserError(f"sampling_params.stop: got {stop!r}, allowed: strings or token ids")
+    longest = params.get("max_tokens")
+    numbers = (params.get("temperature", 1.0), params.get("top_p", 1.0), params.get("top_k", -1))
+    if not all(isinstance(n, int | float) for n in (*numbers, longest or 0)):
+        raise UserError(f"sampling_params: got {dict(params)}, allowed: numbers")
+    return SamplingParams(
+        temperature=float(numbers[0]),
+        top_k=max(0, int(numbers[2])),
+        top_p=float(numbers[1]),
+        max_tokens=room if longest is None else int(longest),
+        stop_token_ids=ids,
+        stop=texts,
+        ends=stop is None or bool(stops),
+    )
+
+
+def _count(fields: Mapping[str, Any], name: str) -> int:
+    value = fields.get(name) or 0
+    if not isinstance(value, int) or not 0 <= value <= MOST_LIKELY:
+        raise UserError(f"{name}: got {value!r}, allowed: 0 to {MOST_LIKELY}")
+    return int(value)
+
+
+def _targets(given: Mapping[str, Any], length: int, vocabulary: int) -> np.ndarray:
+    """The tokens [P-1, K] whose log-probs are asked for; -1 stands for none."""
+    shape = given.get("shape") or [len(given.get("data") or [])]
+    if "sparse_crow_indices" in given or len(shape) != 2 or shape[0] != length - 1:
+        raise UserError(f"target_prompt_logprobs: got shape {shape}, allowed: [{length - 1}, K]")
+    try:
+        targets = np.array(given.get("data"), np.int64).reshape(shape)
+    except (ValueError, TypeError):
+        raise UserError("target_prompt_logprobs: got values that do not fit its shape") from None
+    check_ids(np.maximum(targets, 0).ravel(), "target_prompt_logprobs", vocabulary=vocabulary)
+    return targets
+
+
+def _table(ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
+    """The most likely tokens of each place."""
+    return {
+        "token_ids": ids.astype("<i4").tobytes(),
+        "logprobs": logprobs.astype("<f4").tobytes(),
+        "k": ids.shape[1],
+        "length": ids.shape[0],
+    }
+
+
+def _sequence(generation: Generation) -> dict[str, Any]:
+    return {
+        "stop_reason": int(generation.finish_reason == "length"),
+        "tokens": generation.token_ids.astype("<i4").tobytes(),
+        "logprobs": generation.logprobs.astype("<f4").tobytes(),
+    }

@@ -1,0 +1,117 @@
+"""The service in this process: a user's loop, what is left of it, and the commands that check its folder."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import penstock
+from penstock import AdamParams, Datum, SamplingParams
+from penstock.cli import app
+from penstock.service.command_log import FILE
+from penstock.service.core import Busy, ServiceCore
+
+IDS = [1, 5, 6, 7, 8, 9]
+DATUM = Datum(IDS[:-1], {"target_tokens": IDS[1:], "weights": [1.0] * 5})
+STEP = AdamParams(learning_rate=3e-3, eps=1e-8)
+
+
+def run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(words))
+    return result.exit_code, f"{result.output}{result.exception or ''}"
+
+
+def test_a_loop_of_a_user_goes_on_in_another_process_and_its_folder_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "loop"
+    with penstock.Service("demo", folder=folder) as service:
+        trainer = service.create_lora_training_client(rank=2, seed=3)
+        losses = []
+        for _ in range(3):
+            done = trainer.forward_backward([DATUM, DATUM], "cross_entropy")
+            assert trainer.optim_step(STEP).result()["grad_norm"] > 0
+            output = done.result()
+            losses.append(output.metrics["loss:sum"])
+            total = -sum(part["logprobs"].sum() for part in output.loss_fn_outputs)
+            assert losses[-1] == pytest.approx(total, rel=1e-5)
+        assert losses[-1] < losses[0]
+
+        sampler = trainer.save_weights_and_get_sampling_client()
+        params = SamplingParams(max_tokens=4, seed=1, stop=[])
+        first, again = (sampler.sample(IDS[:3], 2, params).result() for _ in range(2))
+        assert first == again
+        sequence = first.sequences[0]
+        whole = sampler.compute_logprobs(IDS[:3] + sequence.tokens).result()
+        assert whole[0] is None
+        np.testing.assert_allclose(whole[3:], sequence.logprobs, atol=1e-4)
+
+        with pytest.raises(penstock.UserError, match="loss_fn: got 'nonsense'"):
+            trainer.forward_backward([DATUM], "nonsense").result()
+        path = trainer.save_state("a").result()
+        assert service.list_checkpoints() == [path]
+        with pytest.raises(penstock.UserError, match="process"):
+            ServiceCore(service._core.config, folder)  # one service writes a folder
+
+    with penstock.Service("demo", folder=folder) as service:
+        gone_on = service.resume_training_client(trainer.model_id)
+        twin = service.create_lora_training_client(rank=2)
+        twin.load_state_with_optimizer(path).result()
+        outputs = [c.forward([DATUM], "cross_entropy").result() for c in (gone_on, twin)]
+        assert outputs[0].metrics == outputs[1].metrics
+        service.delete_checkpoint(path)
+        assert service.list_checkpoints() == []
+
+    with pytest.raises(penstock.UserError, match="model: got 'demo' with these settings"):
+        penstock.Service("demo", folder=folder, settings={"seed": 5})
+    monkeypatch.chdir(tmp_path)
+    code, text = run("audit", str(folder))
+    assert (code, "every command is what was written" in text) == (0, True)
+    with sqlite3.connect(folder / FILE) as database:
+        database.execute("UPDATE commands SET result = x'00' WHERE kind = 'forward_backward'")
+    code, text = run("audit", str(folder), "--json")
+    assert (code, "is not what was written" in text) == (1, True)
+
+
+def test_replay_does_every_command_again_and_names_the_first_difference(tmp_path: Path) -> None:
+    with penstock.Service("demo", folder=tmp_path) as service:
+        trainer = service.create_lora_training_client(rank=2)
+        trainer.forward_backward([DATUM], "cross_entropy")
+        trainer.optim_step(STEP).result()
+    code, text = run("replay", str(tmp_path))
+    assert (code, "2 commands done again: every answer is the logged one" in text) == (0, True)
+    with sqlite3.connect(tmp_path / FILE) as database:
+        database.execute("UPDATE commands SET digest = 'other' WHERE kind = 'optim_step'")
+    code, text = run("replay", str(tmp_path))
+    assert (code != 0, "command 2 (optim_step) gave other bits" in text) == (True, True)
+
+
+def test_losses_of_ones_own_have_the_gradient_of_torch(tmp_path: Path) -> None:
+    with penstock.Service("demo", folder=tmp_path) as service:
+        clients = [service.create_lora_training_client(rank=2, seed=3) for _ in range(2)]
+
+        def doubled(data: object, logprobs: list) -> tuple:
+            return -2 * sum(lp.sum() for lp in logprobs), {"mine": 1.0}
+
+        own = clients[0].forward_backward_custom([DATUM, DATUM], doubled).result()
+        twice = Datum(DATUM.model_input, {**DATUM.loss_fn_inputs, "weights": [2.0] * 5})
+        theirs = clients[1].forward_backward([twice, twice], "cross_entropy").result()
+        assert own.metrics["mine"] == 1.0
+        assert own.metrics["loss:sum"] == pytest.approx(theirs.metrics["loss:sum"], rel=1e-5)
+        norms = [client.optim_step(STEP).result()["grad_norm"] for client in clients]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_a_full_queue_takes_no_more_from_its_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.service.core.MOST_WAITING", 0)
+    with penstock.Service("demo", folder=tmp_path) as service:
+        with pytest.raises(Busy, match="allowed: no more now"):
+            service.create_lora_training_client(rank=2)
+        monkeypatch.setattr("penstock.service.core.MOST_WAITING", 9)
+        assert service.create_lora_training_client(rank=2).model_id  # nothing was half logged

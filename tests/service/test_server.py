@@ -1,0 +1,246 @@
+"""The service over HTTP, in a process of its own: kills, repeated requests, keys and bad input."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import random
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.service.audit import audit_service
+from penstock.service.command_log import FILE
+from penstock.service.wire import decode
+from stages.service_client import ServerProcess, WireClient, forward_backward, serving
+
+IDS = [1, 5, 6, 7, 8, 9, 10, 11]
+STEP = {"learning_rate": 3e-3, "eps": 1e-8}
+
+
+class Patient:
+    """A client that asks again when the server died, as the official one does."""
+
+    def __init__(self, client: WireClient, alive: threading.Event) -> None:
+        self._client, self._alive = client, alive
+
+    def __call__(self, call: Callable[[WireClient], Any]) -> Any:
+        while True:
+            self._alive.wait(60)
+            try:
+                return call(self._client)
+            except (OSError, http.client.HTTPException):
+                continue
+
+
+def train(patient: Patient, rank: int, steps: int) -> list[bytes]:
+    """Create a model, train and save it; the answers to all commands."""
+    model_id = json.loads(patient(lambda c: c.create(rank=rank)))["model_id"]
+    seq, answers = itertools.count(1), []
+
+    def command(path: str, body: Any) -> None:
+        promise = patient(lambda c: c.json(path, body))
+        answers.append(patient(lambda c: c.answer(promise["request_id"])))
+
+    for step in range(steps):
+        for part in (IDS, IDS[step % 3 :]):
+            command("forward_backward", forward_backward(model_id, next(seq), part))
+        command("optim_step", {"model_id": model_id, "seq_id": next(seq), "adam_params": STEP})
+    fields = {"model_id": model_id, "seq_id": next(seq), "sampling_session_seq_id": 0}
+    command("save_weights_for_sampler", fields)
+    session = model_id.partition(":")[0]
+    chunk = {"type": "encoded_text", "tokens": IDS[:3]}
+    command(
+        "asample",
+        {
+            "sampling_session_id": f"{session}:sample:0",
+            "seq_id": 0,
+            "num_samples": 2,
+            "prompt": {"chunks": [chunk]},
+            "sampling_params": {"max_tokens": 6},
+            "prompt_logprobs": True,
+        },
+    )
+    return answers
+
+
+def log_of(folder: Path) -> list[tuple[Any, ...]]:
+    """What every command was answered, and the digests of weights, in the order of the models."""
+    columns = "line, seq, kind, outcome, result, digest"
+    with sqlite3.connect(folder / "service" / FILE) as database:
+        return database.execute(f"SELECT {columns} FROM commands ORDER BY line, seq").fetchall()
+
+
+def trained(server: ServerProcess, steps: int, alive: threading.Event) -> list[list[bytes]]:
+    """Two clients with models of different ranks train at once."""
+    results: list[list[bytes]] = [[], []]
+
+    def work(number: int) -> None:
+        client = WireClient(server, key=f"tml-{number}")
+        results[number] = train(Patient(client, alive), rank=2 + number, steps=steps)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    keys = ",".join(f"tml-{name}" for name in "01ab")
+    with serving(tmp_path_factory.mktemp("undisturbed"), keys=keys) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: ServerProcess) -> tuple[list[list[bytes]], list[tuple[Any, ...]]]:
+    alive = threading.Event()
+    alive.set()
+    return trained(server, 4, alive), log_of(server.folder)
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_two_clients_and_kills_leave_the_answers_and_weights_of_an_undisturbed_server(
+    undisturbed: tuple[list[list[bytes]], list[tuple[Any, ...]]], tmp_path: Path, kills: int
+) -> None:
+    wanted, wanted_log = undisturbed
+    alive, done = threading.Event(), threading.Event()
+    alive.set()
+    chance = random.Random(kills)
+    with serving(tmp_path) as server:
+
+        def disturb() -> None:
+            for _ in range(kills):
+                if done.wait(chance.uniform(0.05, 0.6)):
+                    return
+                alive.clear()
+                server.kill()
+                server.start()
+                alive.set()
+
+        killer = threading.Thread(target=disturb)
+        killer.start()
+        answers = trained(server, 4, alive)
+        done.set()
+        killer.join()
+    assert answers == wanted
+    assert log_of(tmp_path) == wanted_log
+    assert audit_service(tmp_path / "service") == 0
+
+
+def test_a_repeated_request_gets_the_same_answer(server: ServerProcess) -> None:
+    client = WireClient(server)
+    model_id = json.loads(client.create())["model_id"]
+    assert json.loads(client.create())["model_id"] == model_id
+    body = forward_backward(model_id, 1, IDS)
+    first, again = (client.json("forward_backward", body) for _ in range(2))
+    assert first == again
+    answer = client.answer(first["request_id"])
+    assert client.answer(first["request_id"]) == answer
+    with sqlite3.connect(server.folder / "service" / FILE) as database:
+        [runs] = database.execute("SELECT runs FROM commands WHERE line = ?", (model_id,))
+    assert runs == (1,)
+
+
+def test_a_foreign_key_sees_nothing(server: ServerProcess) -> None:
+    client = WireClient(server)
+    model_id = json.loads(client.create())["model_id"]
+    session = model_id.partition(":")[0]
+    asked = [
+        ("forward_backward", forward_backward(model_id, 9, IDS)),
+        ("retrieve_future", {"request_id": f"{session}:train#0"}),
+        ("get_info", {"model_id": model_id}),
+        ("session_heartbeat", {"session_id": session}),
+        (f"sessions/{session}/finish", {}),
+        ("create_model", {"session_id": session, "model_seq_id": 5, "base_model": "demo"}),
+    ]
+    for path, fields in asked:
+        assert client.ask(path, fields, key="tml-b")[0] == 404, path
+        assert client.ask(path, fields, key="tml-c")[0] == 401, path
+    for path in (f"training_runs/{model_id}", f"training_runs/{model_id}/checkpoints"):
+        status, data = client.ask(path, method="GET", key="tml-b")
+        assert status == 404 or json.loads(data)["checkpoints"] == [], path
+
+
+def test_bad_input_is_the_answer_of_its_future_and_leaves_no_gap(server: ServerProcess) -> None:
+    client = WireClient(server, key="tml-b")
+    model_id = json.loads(client.create())["model_id"]
+    client.json("optim_step", {"model_id": model_id, "seq_id": 2, "adam_params": {"beta1": 2}})
+    wrong = forward_backward(model_id, 1, IDS, loss="nonsense")
+    told = json.loads(client.answer(client.json("forward_backward", wrong)["request_id"]))
+    assert told["category"] == "user"
+    assert told["error"].startswith("loss_fn: got 'nonsense', allowed: ")
+    told = json.loads(client.answer(f"{model_id}#2"))
+    assert told["error"] == "adam_params.beta1: got 2, allowed: from 0, below 1"
+    saved = client.json("save_weights", {"model_id": model_id, "seq_id": 3, "path": "../a"})
+    assert "path: got '../a', allowed: " in json.loads(client.answer(saved["request_id"]))["error"]
+    other = json.loads(client.create(number=1, base_model="other"))
+    assert other["error"] == "base_model: got 'other', allowed: 'demo'"
+    large = json.loads(client.create(number=2, rank=100_000))
+    assert "lora_config.rank: got 100000, allowed: 0 (all weights) to " in large["error"]
+    for number, ttl in enumerate(("soon", -1, 1e300), 4):
+        fields = {"model_id": model_id, "seq_id": number, "path": "b", "ttl_seconds": ttl}
+        saved = client.json("save_weights", fields)
+        told = json.loads(client.answer(saved["request_id"]))
+        assert told["error"] == f"ttl_seconds: got {ttl!r}, allowed: seconds above 0"
+    for body in (b"\xff", b"[]", b"{", b"[" * 100_000):
+        assert client.ask("optim_step", body)[0] == 400
+        assert client.ask("retrieve_future", body)[0] == 400
+    assert client.ask("forward_backward", b"\xff")[0] == 400
+    for name in ("#" + "9" * 5000, "#-1", "a", "#\u0663"):
+        assert client.ask("retrieve_future", {"request_id": model_id + name})[0] == 404
+    session = model_id.partition(":")[0]
+    fields = {"session_id": session, "sampling_session_seq_id": "x", "base_model": "demo"}
+    assert client.ask("create_sampling_session", fields)[0] == 400
+
+
+def test_checkpoints_are_listed_sampled_from_and_deleted(server: ServerProcess) -> None:
+    client = WireClient(server, key="tml-b")
+    model_id = json.loads(client.create(number=7))["model_id"]
+    saved = client.json(
+        "save_weights_for_sampler", {"model_id": model_id, "seq_id": 1, "path": "first"}
+    )
+    path = json.loads(client.answer(saved["request_id"]))["path"]
+    assert path == f"tinker://{model_id}/sampler_weights/first"
+    listing = f"training_runs/{model_id}/checkpoints"
+    [listed] = client.json(listing, method="GET")["checkpoints"]
+    assert (listed["tinker_path"], listed["checkpoint_id"]) == (path, "sampler_weights/first")
+    assert client.json("weights_info", {"tinker_path": path})["lora_rank"] == 2
+    session = model_id.partition(":")[0]
+    answers = []
+    for number, fields in enumerate(({"model_path": path}, {"base_model": "demo"})):
+        made = {"session_id": session, "sampling_session_seq_id": number, **fields}
+        sampler = client.json("create_sampling_session", made)["sampling_session_id"]
+        asked = {
+            "sampling_session_id": sampler,
+            "seq_id": 0,
+            "num_samples": 2,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": IDS[:3]}]},
+            "sampling_params": {"max_tokens": 4, "seed": 5, "stop": []},
+            "topk_prompt_logprobs": 2,
+            "topk_sample_logprobs": 1,
+        }
+        promise = client.json("asample", asked)
+        assert len(promise["sample_sequence_ids"]) == 2
+        answers.append(decode("SampleResponse", client.answer(promise["request_id"])))
+    assert [len(s["tokens"]) for s in answers[0]["sequences"]] == [
+        16,
+        16,
+    ]  # not even its end stops it
+    assert answers[0] == answers[1]  # adapters that were not trained add nothing
+    assert (
+        answers[0]["topk_prompt_logprobs"]["k"],
+        answers[0]["topk_prompt_logprobs"]["length"],
+    ) == (2, 3)
+    assert client.json(f"{listing}/sampler_weights/first", method="DELETE") == {}
+    assert client.json(listing, method="GET")["checkpoints"] == []
+    missing = {"session_id": session, "sampling_session_seq_id": 2, "model_path": path}
+    status, data = client.ask("create_sampling_session", missing)
+    assert (status, "allowed: a checkpoint of this key" in data.decode()) == (404, True)

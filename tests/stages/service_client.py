@@ -1,0 +1,122 @@
+"""A server of `penstock serve` in a process of its own, and a client that writes the protocol by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.service import wire
+
+
+class ServerProcess:
+    """A server that can be killed and started again on the same folder and port."""
+
+    def __init__(self, folder: Path, *words: str, keys: str = "") -> None:
+        self.folder, self._words, self._keys, self.port = folder, words, keys, 0
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        command = [sys.executable, "-m", "penstock.cli", "serve", "demo", "--port", str(self.port)]
+        self.process = subprocess.Popen(
+            [*command, f"run.dir={self.folder}", *self._words],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PENSTOCK_SERVICE_KEYS": self._keys},
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"http://127.0.0.1:(\d+)", line)
+        assert found, line
+        self.port = int(found[1])
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait()
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *words: str, keys: str = "") -> Iterator[ServerProcess]:
+    server = ServerProcess(folder, *words, keys=keys)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+class WireClient:
+    """One client; without a server it waits for the next one (`revive`) and asks again."""
+
+    def __init__(self, server: ServerProcess, key: str = "tml-a") -> None:
+        self.server, self._key = server, key
+
+    def ask(
+        self, path: str, body: Any = None, *, method: str = "POST", key: str | None = None
+    ) -> tuple[int, bytes]:
+        """The status and the body of the answer; OSError or HTTPException if the server died."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=60)
+        try:
+            data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+            headers = {"X-API-Key": key or self._key, "X-Idempotency-Key": f"once-{self._key}"}
+            connection.request(method, f"/api/v1/{path}", data, headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def json(self, path: str, body: Any = None, *, method: str = "POST") -> dict[str, Any]:
+        status, data = self.ask(path, body, method=method)
+        assert status == 200, (path, status, data)
+        return json.loads(data)
+
+    def answer(self, request_id: str) -> bytes:
+        while True:
+            status, data = self.ask("retrieve_future", {"request_id": request_id})
+            if status == 200:
+                return data
+            assert status == 408, (request_id, status, data)
+
+    def create(self, *, rank: int = 2, number: int = 0, base_model: str = "demo") -> bytes:
+        session = self.json("create_session", {"tags": []})["session_id"]
+        fields = {"session_id": session, "model_seq_id": number, "base_model": base_model}
+        promise = self.json("create_model", {**fields, "lora_config": {"rank": rank}})
+        return self.answer(promise["request_id"])
+
+
+def forward_backward(
+    model_id: str, seq: int, ids: list[int], loss: str = "cross_entropy", **inputs: list[float]
+) -> bytes:
+    """The body of a forward_backward over one sequence."""
+    arrays = inputs or {"weights": [1.0] * (len(ids) - 1)}
+    tensors = {
+        "target_tokens": {
+            "dense": np.array(ids[1:], "<i8").tobytes(),
+            "dtype": wire.INT64,
+            "shape": [len(ids) - 1],
+        }
+    }
+    for name, values in arrays.items():
+        octets = np.array(values, "<f4").tobytes()
+        tensors[name] = {"dense": octets, "dtype": wire.FLOAT32, "shape": [len(values)]}
+    chunk = {"encoded_text": {"tokens": np.array(ids[:-1], "<i4").tobytes()}}
+    datum = {"model_input": [chunk], "loss_fn_inputs": tensors}
+    message = {"model_id": model_id, "seq_id": seq, "data": [datum], "loss_fn": loss}
+    return wire.encode("ForwardBackwardRequest", message)
