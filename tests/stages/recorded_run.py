@@ -43,16 +43,16 @@ def write_marks(path: str) -> None:
 @contextmanager
 def log_merged_often() -> Iterator[None]:
     """Let SQLite move its log into the file after every 40 pages, as a long run does after 1,000."""
-    connect = schema._connect
+    connect = schema._link
 
-    def connected(*arguments, **named):
-        database = connect(*arguments, **named)
+    def connected(*arguments):
+        database = connect(*arguments)
         database.execute("PRAGMA wal_autocheckpoint = 40")
         return database
 
-    schema._connect = connected
+    schema._link = connected
     yield
-    schema._connect = connect
+    schema._link = connect
 
 
 def command(*words: str) -> None:

@@ -150,13 +150,22 @@ def test_every_command_is_a_look_or_asks() -> None:
 
     asks = {words for words, command in commands().items() if "--trust" in options(command)}
     assert asks == {
-        *("train", "check", "resume", "replay", "eval", "agent check", "generate", "chat", "sft")
+        *("train", "check", "resume", "replay", "eval", "agent check", "generate", "chat", "sft"),
+        "serve",
     }
     others = {words for words in commands() if not words.startswith("sandbox")} - asks
     assert others <= set(LOOKS) | set(READS_NO_RUN)
 
 
 READS_NO_RUN = ("init", "convert", "rm", "version")
+
+
+def test_a_service_of_a_strangers_config_asks(
+    stranger: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert penstock(monkeypatch, "serve", str(stranger.path / "config.toml")) == 2
+    assert f"execute {stranger.path}/evil.py" in capsys.readouterr().err
+    assert not was_executed(stranger)
 
 
 @pytest.mark.parametrize("command", ["train", "check", "resume", "replay", "eval"])

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.errors import EngineError, WorkerDied
 from penstock.waits import Waits
-from penstock.workers import inline
+from penstock.workers import inline, part_factories
 from penstock.workers.inline import offline_trainer
 from penstock.workers.processes import local
 from penstock.workers.supervise.supervised import SupervisionCallbacks
@@ -39,7 +39,7 @@ def test_inline_closes_the_trainer_if_the_engine_cannot_start(
 ) -> None:
     part = FakeTrainer()
     monkeypatch.setattr(inline, "TrainerService", lambda *args: part)
-    monkeypatch.setattr(inline, "load", lambda *args: BrokenEngine)
+    monkeypatch.setattr(part_factories, "load", lambda *args: BrokenEngine)
 
     async def main() -> None:
         with pytest.raises(EngineError, match="does not fit"):

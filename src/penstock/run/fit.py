@@ -126,7 +126,16 @@ class Fit:
         """Every part's memory; below it, what each device has."""
         largest = max(device.need for device in self.devices)
         unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
-        table = Table.grid(padding=(0, 1))
+        used = "; ".join(map(str, self.devices))
+        table = Table(
+            box=None,
+            padding=(0, 1),
+            collapse_padding=True,
+            show_header=False,
+            pad_edge=False,
+            caption=f"{used}. Packs: activations of the smallest.",
+            caption_justify="left",
+        )
         table.add_column(no_wrap=True)
         for _ in (*_COLUMNS, "all"):
             table.add_column(justify="right", no_wrap=True)
@@ -136,9 +145,6 @@ class Fit:
                 sizes = [part.sizes.get(column, 0) for column in _COLUMNS]
                 cells = [f"{size / unit:.1f}" if size else "" for size in (*sizes, part.total)]
                 table.add_row(f"{part.name}, {device.name}", *cells)
-        used = "; ".join(map(str, self.devices))
-        table.caption = f"{used}. Packs: activations of the smallest."
-        table.caption_justify = "left"
         return table
 
 

@@ -27,14 +27,18 @@ def algorithm_doubts(config: Config) -> list[str]:
     None for an algorithm of the user's own: `penstock config` may show a stranger's file, and runs no code of it.
     """
     lines = []
+    names = {config.task_algorithm(task).name for task in config.tasks}
+    all_methods = set(task_algorithms(config).values()) if names <= ALGORITHMS.keys() else set()
     for task in config.tasks:
         algorithm = config.task_algorithm(task)
         if algorithm.name in ALGORITHMS:
             settings = run_settings(config, task)
             said = [*_biases(config, settings), *_without_effect(config, algorithm, settings)]
+            if len(all_methods) == 1 and "weight" in _keys_set(algorithm):
+                said.append("algorithm.weight has no effect with one algorithm for all tasks")
             is_own = algorithm != config.algorithm
             lines += [f"tasks.{task}: {line}" if is_own else line for line in said]
-    if not any(method.settings.has_critic for method in task_algorithms(config).values()):
+    if all_methods and not any(method.settings.has_critic for method in all_methods):
         unread = sorted(_keys_set(config.train) & {"critic_lr", "critic_warmup_steps"})
         lines += [f"train.{key} has no effect without a value model" for key in unread]
     return list(dict.fromkeys(lines))
@@ -74,8 +78,6 @@ def _without_effect(
     """A line for each key of an algorithm's table that is set and that this run does not read."""
     unread: dict[str, str] = {}
     updates = config.train.mini_batches * config.train.num_epochs
-    if len(set(task_algorithms(config).values())) == 1:
-        unread["weight"] = "one algorithm for all tasks"
     if not settings.needs_reference:
         unread |= dict.fromkeys(("kl_in", "kl_estimator"), "kl_beta 0")
     if not settings.needs_teacher:
