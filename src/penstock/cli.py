@@ -167,7 +167,7 @@ def replay(
     from penstock.run.session import replay_run
 
     if (service := service_folder(run)) is not None:
-        replay_service(service)
+        replay_service(service, trusted=trust)
         return
     words = overrides or []
     replay_run(_folder(run), to_step=to, algorithm=algo, overrides=words, trusted=trust)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from penstock.config.source import validate
 from penstock.files import say
 from penstock.service.command_log import FILE, Command, CommandLog
+from penstock.store import trust
 
 if TYPE_CHECKING:
     from penstock.service.models import Models
@@ -53,24 +54,20 @@ def _faults(log: CommandLog, folder: Path) -> Iterator[str]:
     )
     for (line,) in gaps:
         yield f"model {line}: a command was answered before an earlier one"
-    late = log.query(
-        f"SELECT a.line, a.seq FROM commands a JOIN commands b ON a.line = b.line AND b.seq = a.seq + 1 "
-        f"WHERE a.{_ORDERED} AND b.done_at < a.done_at"
-    )
-    for line, seq in late:
-        yield f"model {line}: command {seq + 1} was answered before command {seq}"
     for path, place in log.query("SELECT path, folder FROM checkpoints"):
         if not (folder / place).is_dir():
             yield f"checkpoint {path} is not on the disk"
 
 
-def replay_service(folder: Path) -> None:
+def replay_service(folder: Path, *, trusted: bool = False) -> None:
     """Do the commands of every model again, and compare all answers with the log's; raise at the first difference."""
     from penstock.service.core import iterate_models
     from penstock.service.models import Models
 
     with closing(CommandLog(folder / FILE, readonly=True)) as log:
-        models = Models(validate(json.loads(log.fact("config"))), folder)
+        config = validate(json.loads(log.fact("config")))
+        trust.check(folder, [config], trust=trusted)
+        models = Models(config, folder)
         with ThreadPoolExecutor(1) as trainer:  # which counts its own threads
             trainer.submit(models.load_base).result()
             for model_id, create in iterate_models(log):

@@ -12,7 +12,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,11 +88,14 @@ class CommandLog:
             if not readonly:
                 self._file.execute("PRAGMA journal_mode = WAL")
                 self._file.execute("PRAGMA synchronous = NORMAL")
+            self._file.execute("PRAGMA trusted_schema = OFF")
             (version,) = self._file.execute("PRAGMA user_version").fetchone()
             if version == 0 and not readonly:
                 self._file.executescript(_TABLES)
             elif version != FORMAT:
                 raise RunError(f"command log {path}: got format {version}, allowed: {FORMAT}")
+            elif _definitions(self._file) != _own_definitions():  # before anything of it is read
+                raise JournalDamaged(f"command log {path}: its tables are not those of a service")
         except sqlite3.OperationalError as error:
             raise RunError(f"command log {path}: cannot be opened: {error}") from error
         except sqlite3.DatabaseError as error:
@@ -165,6 +168,17 @@ class CommandLog:
             answer = _check(*row[5:8]) if row[5] is not None else None
             if (_check(*row[:5]), answer) != row[8:]:
                 yield f"{row[0]}#{row[1]}"
+
+
+def _definitions(database: sqlite3.Connection) -> list[tuple[Any, ...]]:
+    sql = "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name"
+    return database.execute(sql).fetchall()
+
+
+def _own_definitions() -> list[tuple[Any, ...]]:
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as fresh:
+        fresh.executescript(_TABLES)
+        return _definitions(fresh)
 
 
 def _command(row: tuple[Any, ...]) -> Command:

@@ -31,6 +31,7 @@ from penstock.errors import PenstockError, RunError, UserError
 from penstock.service.command_log import FILE, Command, CommandLog
 from penstock.service.models import LOAD, SAVE, SAVE_SAMPLER, Models, ModelSettings
 from penstock.service.samplers import Samplers
+from penstock.store import trust
 from penstock.store.run_folder import RunFolder
 
 CREATE, SAMPLE = "create_model", "asample"
@@ -79,6 +80,7 @@ class ServiceCore:
                 f"model: got {config.model.path!r} with these settings for {folder}, allowed: those it "
                 f"began with ({first.model.path!r}), or another run.name"
             )
+        trust.remember(folder, config)  # which the user gave: a replay of it asks nothing
         self.models = Models(config, folder)
         self.config = self.models.config
         self.samplers = Samplers(self.models, self._make_engine, self._in_trainer)
