@@ -25,9 +25,12 @@ if [ ! -f "$servers/.ready" ]; then
 fi
 export PENSTOCK_TEST_MCP="$PWD/$servers/bin"
 tinker="${TINKER_VENV:-.venv-tinker}"
-if [ ! -f "$tinker/.ready" ]; then
+if [ ! -f "$tinker/.ready-0.5.8" ]; then
     "$PYTHON" -m venv --clear "$tinker"
-    "$tinker/bin/pip" install --quiet tinker==0.36.0 && touch "$tinker/.ready" || echo "the Tinker SDK is not offered for this Python"
+    torch="torch==$("$PYTHON" -c 'from importlib.metadata import version; print(version("torch"))')"
+    "$tinker/bin/pip" install --quiet tinker==0.36.0 tinker-cookbook==0.5.8 "$torch" math-verify pylatexenc sympy \
+        && touch "$tinker/.ready-0.5.8" || echo "the Tinker SDK and its cookbook are not offered for this Python"
 fi
-[ ! -f "$tinker/.ready" ] || export PENSTOCK_TEST_TINKER="$PWD/$tinker/bin/python"
-exec "$PYTHON" -m pytest tests/promises/agents/test_frameworks.py tests/service/test_sdk.py -p no:cacheprovider "$@"
+[ ! -f "$tinker/.ready-0.5.8" ] || export PENSTOCK_TEST_TINKER="$PWD/$tinker/bin/python"
+exec "$PYTHON" -m pytest tests/promises/agents/test_frameworks.py tests/service/test_sdk.py tests/service/test_recipes.py \
+    -p no:cacheprovider "$@"

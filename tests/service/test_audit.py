@@ -32,5 +32,5 @@ def test_a_log_with_other_tables_is_not_read(tmp_path: Path) -> None:
     assert audit_service(folder) == 0
     with sqlite3.connect(folder / FILE) as database:
         database.execute("CREATE VIEW endless AS SELECT 1")
-    with pytest.raises(JournalDamaged, match="not those of a service"):
+    with pytest.raises(JournalDamaged, match="definition of endless is not what was written"):
         audit_service(folder)

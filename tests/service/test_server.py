@@ -5,9 +5,11 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import os
 import random
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,16 +20,20 @@ from penstock.service.audit import audit_service
 from penstock.service.command_log import FILE
 from penstock.service.wire import decode
 from stages.service_client import ServerProcess, WireClient, forward_backward, serving
+from stages.warm_services import WarmServices
 
 IDS = [1, 5, 6, 7, 8, 9, 10, 11]
 STEP = {"learning_rate": 3e-3, "eps": 1e-8}
+KILLS = int(os.environ.get("PENSTOCK_SERVICE_KILLS", "10"))  # 100 take three minutes
 
 
 class Patient:
-    """A client that asks again when the server died, as the official one does."""
+    """A client that asks again when the server died, as the official one does; `heard` counts the answers of all."""
 
-    def __init__(self, client: WireClient, alive: threading.Event) -> None:
-        self._client, self._alive = client, alive
+    def __init__(
+        self, client: WireClient, alive: threading.Event, heard: threading.Semaphore
+    ) -> None:
+        self._client, self._alive, self.heard = client, alive, heard
 
     def __call__(self, call: Callable[[WireClient], Any]) -> Any:
         while True:
@@ -46,6 +52,7 @@ def train(patient: Patient, rank: int, steps: int) -> list[bytes]:
     def command(path: str, body: Any) -> None:
         promise = patient(lambda c: c.json(path, body))
         answers.append(patient(lambda c: c.answer(promise["request_id"])))
+        patient.heard.release()
 
     for step in range(steps):
         for part in (IDS, IDS[step % 3 :]):
@@ -76,13 +83,15 @@ def log_of(folder: Path) -> list[tuple[Any, ...]]:
         return database.execute(f"SELECT {columns} FROM commands ORDER BY line, seq").fetchall()
 
 
-def trained(server: ServerProcess, steps: int, alive: threading.Event) -> list[list[bytes]]:
+def trained(
+    server: ServerProcess, steps: int, alive: threading.Event, heard: threading.Semaphore
+) -> list[list[bytes]]:
     """Two clients with models of different ranks train at once."""
     results: list[list[bytes]] = [[], []]
 
     def work(number: int) -> None:
         client = WireClient(server, key=f"tml-{number}")
-        results[number] = train(Patient(client, alive), rank=2 + number, steps=steps)
+        results[number] = train(Patient(client, alive, heard), rank=2 + number, steps=steps)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -100,39 +109,60 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: ServerProcess) -> tuple[list[list[bytes]], list[tuple[Any, ...]]]:
-    alive = threading.Event()
-    alive.set()
-    return trained(server, 4, alive), log_of(server.folder)
+def warm() -> Iterator[WarmServices]:
+    warm = WarmServices()
+    yield warm
+    warm.close()
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
+def runs_of(folder: Path) -> int:
+    """How often commands were begun, beyond once each."""
+    with sqlite3.connect(folder / "service" / FILE) as database:
+        [(runs,)] = database.execute("SELECT sum(runs - 1) FROM commands")
+    return runs
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("kills", "steps"),
+    [(1, 2), pytest.param(KILLS, 4 + KILLS // 4, marks=pytest.mark.slow)],
+)
 def test_two_clients_and_kills_leave_the_answers_and_weights_of_an_undisturbed_server(
-    undisturbed: tuple[list[list[bytes]], list[tuple[Any, ...]]], tmp_path: Path, kills: int
+    warm: WarmServices, tmp_path: Path, kills: int, steps: int
 ) -> None:
-    wanted, wanted_log = undisturbed
-    alive, done = threading.Event(), threading.Event()
+    """Each number of each model is answered once, and what was begun again gave the same bits."""
+    alive, killed, chance = threading.Event(), 0, random.Random(kills)
     alive.set()
-    chance = random.Random(kills)
-    with serving(tmp_path) as server:
+    with serving(tmp_path / "quiet", warm=warm) as server:
+        wanted = trained(server, steps, alive, threading.Semaphore(0))
+    heard = threading.Semaphore(0)
+    with serving(tmp_path / "killed", warm=warm) as server:
 
         def disturb() -> None:
-            for _ in range(kills):
-                if done.wait(chance.uniform(0.05, 0.6)):
-                    return
+            """Kill soon after an answer; now and then before there is one, amidst what is done again."""
+            nonlocal killed
+            while killed < kills:
+                if chance.random() < 0.7:
+                    heard.acquire()
+                time.sleep(chance.uniform(0.0, 0.1))
                 alive.clear()
                 server.kill()
                 server.start()
                 alive.set()
+                killed += 1
 
-        killer = threading.Thread(target=disturb)
+        killer = threading.Thread(target=disturb, daemon=True)
         killer.start()
-        answers = trained(server, 4, alive)
-        done.set()
+        answers = trained(server, steps, alive, heard)
+        assert killed == kills
         killer.join()
+        server.stop()  # and once more: what the last kill left is swept by a start
+        server.start()
     assert answers == wanted
-    assert log_of(tmp_path) == wanted_log
-    assert audit_service(tmp_path / "service") == 0
+    assert log_of(tmp_path / "killed") == log_of(tmp_path / "quiet")
+    assert runs_of(tmp_path / "quiet") == 0
+    assert audit_service(tmp_path / "killed" / "service") == 0
+    assert not list((tmp_path / "killed").rglob(".*.draft-*"))
 
 
 def test_a_repeated_request_gets_the_same_answer(server: ServerProcess) -> None:

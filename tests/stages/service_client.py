@@ -17,44 +17,70 @@ from typing import Any
 import numpy as np
 
 from penstock.service import wire
+from stages.warm_services import WarmServices
 
 
 class ServerProcess:
-    """A server that can be killed and started again on the same folder and port."""
+    """A server that can be killed and started again on the same folder and port; `warm` forks it."""
 
-    def __init__(self, folder: Path, *words: str, keys: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *words: str,
+        keys: str = "",
+        model: str = "demo",
+        warm: WarmServices | None = None,
+    ) -> None:
         self.folder, self._words, self._keys, self.port = folder, words, keys, 0
+        self._model, self._warm = model, warm
         self.process: subprocess.Popen[str] | None = None
+        self._pid = 0  # 0: it does not run
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
-        command = [sys.executable, "-m", "penstock.cli", "serve", "demo", "--port", str(self.port)]
-        self.process = subprocess.Popen(
-            [*command, f"run.dir={self.folder}", *self._words],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PENSTOCK_SERVICE_KEYS": self._keys},
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        arguments = ["serve", self._model, "--port", str(self.port), f"run.dir={self.folder}", *self._words]  # fmt: skip
+        if self._warm is not None:
+            self._pid, output = self._warm.start(self.folder, arguments), self._warm.output
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "penstock.cli", *arguments],
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=self.folder,  # a model may be a folder in it
+                env={**os.environ, "PENSTOCK_SERVICE_KEYS": self._keys},
+            )
+            assert self.process.stdout is not None
+            self._pid, output = self.process.pid, self.process.stdout
+        line = output.readline()
         found = re.search(r"http://127.0.0.1:(\d+)", line)
         assert found, line
         self.port = int(found[1])
 
     def kill(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            self.process.wait()
+        if self._pid:
+            self._end(signal.SIGTERM)
+
+    def _end(self, sign: signal.Signals) -> None:
+        os.kill(self._pid, sign)
+        self._pid = 0
+        waits = self._warm or self.process
+        assert waits is not None
+        waits.wait()
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *words: str, keys: str = "") -> Iterator[ServerProcess]:
-    server = ServerProcess(folder, *words, keys=keys)
+def serving(
+    folder: Path,
+    *words: str,
+    keys: str = "",
+    model: str = "demo",
+    warm: WarmServices | None = None,
+) -> Iterator[ServerProcess]:
+    folder.mkdir(parents=True, exist_ok=True)
+    server = ServerProcess(folder, *words, keys=keys, model=model, warm=warm)
     server.start()
     try:
         yield server

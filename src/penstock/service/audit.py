@@ -26,14 +26,17 @@ def service_folder(run: str) -> Path | None:
 
 def audit_service(folder: Path, *, as_json: bool = False) -> int:
     """Print what the log holds and what is wrong with it; 1 if anything is."""
-    with closing(CommandLog(folder / FILE, readonly=True)) as log:
+    with CommandLog.look(folder / FILE) as log:
         counts = Counter({outcome or "waiting": count for outcome, count in log.query(_COUNTS)})
+        ((emptied,),) = log.query("SELECT sum(emptied) FROM commands")
         faults = [*_faults(log, folder)]
     if as_json:
         say(json.dumps({"commands": counts, "faults": faults, "balanced": not faults}))
         return int(bool(faults))
     listed = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
     say(f"service {folder}: commands: {listed or 'none'}")
+    if emptied:
+        say(f"the bodies and answers of {emptied} were kept for their time; their digests are here")
     for fault in faults:
         say(f"fault: {fault}")
     if not faults:

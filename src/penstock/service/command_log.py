@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import JournalDamaged, RunError
+from penstock.errors import RunError
+from penstock.store.journal.schema import Schema, named_errors, open_database
 
 FILE = "commands.db"
-FORMAT = 1  # PRAGMA user_version of the file
+FORMAT = 2  # PRAGMA user_version of the file
 _TABLES = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE facts(name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -31,6 +31,7 @@ CREATE TABLE commands(
     kind TEXT NOT NULL, body BLOB NOT NULL, at REAL NOT NULL,
     outcome TEXT,                   -- done | failed; NULL: it has no answer yet
     result BLOB, digest TEXT, done_at REAL, runs INTEGER NOT NULL DEFAULT 0,
+    emptied INTEGER NOT NULL DEFAULT 0,  -- 1: body and result were kept long enough
     row_check TEXT NOT NULL, result_check TEXT, UNIQUE(line, seq));
 CREATE TABLE checkpoints(
     path TEXT PRIMARY KEY, model_id TEXT NOT NULL, owner TEXT NOT NULL, folder TEXT NOT NULL,
@@ -41,6 +42,7 @@ CREATE TABLE samplers(
 PRAGMA user_version = {FORMAT};
 COMMIT;
 """
+_LOG = Schema("command log", f"the {FILE} of a service's folder", _TABLES, FORMAT)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -56,6 +58,7 @@ class Command:
     outcome: str | None = None  # done | failed
     result: bytes = b""
     digest: str | None = None  # of the trained weights after it
+    emptied: bool = False  # its body and result are not kept any more
 
     @property
     def request_id(self) -> str:
@@ -68,38 +71,23 @@ class Command:
         return fields
 
 
-_COLUMNS = "number, line, seq, owner, kind, body, outcome, result, digest"
+_COLUMNS = "number, line, seq, owner, kind, body, outcome, result, digest, emptied"
+Values = Sequence[object] | Mapping[str, object]
 
 
 class CommandLog:
     """Reads and writes the file."""
 
-    def __init__(self, path: Path, *, readonly: bool = False) -> None:
-        self.path = path
-        mode = "ro" if readonly else "rwc"
-        try:
-            self._file = sqlite3.connect(
-                f"{path.absolute().as_uri()}?mode={mode}",
-                uri=True,
-                isolation_level=None,
-                check_same_thread=False,
-                timeout=30.0,
-            )
-            if not readonly:
-                self._file.execute("PRAGMA journal_mode = WAL")
-                self._file.execute("PRAGMA synchronous = NORMAL")
-            self._file.execute("PRAGMA trusted_schema = OFF")
-            (version,) = self._file.execute("PRAGMA user_version").fetchone()
-            if version == 0 and not readonly:
-                self._file.executescript(_TABLES)
-            elif version != FORMAT:
-                raise RunError(f"command log {path}: got format {version}, allowed: {FORMAT}")
-            elif _definitions(self._file) != _own_definitions():  # before anything of it is read
-                raise JournalDamaged(f"command log {path}: its tables are not those of a service")
-        except sqlite3.OperationalError as error:
-            raise RunError(f"command log {path}: cannot be opened: {error}") from error
-        except sqlite3.DatabaseError as error:
-            raise JournalDamaged(f"command log {path}: damaged: {error}") from error
+    def __init__(self, path: Path, *, readonly: bool = False, brief: bool = False) -> None:
+        self._file = open_database(path, readonly=readonly, brief=brief, kind=_LOG)
+
+    @classmethod
+    @contextmanager
+    def look(cls, path: Path) -> Iterator[CommandLog]:
+        """The log for a moment, also that of a live service; nothing is written, and no query runs for ever."""
+        with closing(cls(path, readonly=True, brief=True)) as log:
+            with named_errors(path, "be read", _LOG):
+                yield log
 
     def close(self) -> None:
         self._file.close()
@@ -115,7 +103,7 @@ class CommandLog:
             raise
         self._file.execute("COMMIT")
 
-    def query(self, sql: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+    def query(self, sql: str, values: Values = ()) -> list[tuple[Any, ...]]:
         """The rows of a statement."""
         return self._file.execute(sql, values).fetchall()
 
@@ -155,34 +143,46 @@ class CommandLog:
     def find(self, line: str, seq: int) -> Command | None:
         return next(self.select("line = ? AND seq = ?", (line, seq)), None)
 
-    def select(self, where: str, values: Sequence[object] = ()) -> Iterator[Command]:
+    def select(self, where: str, values: Values = ()) -> Iterator[Command]:
         """The commands in the order of their lines, then of their numbers."""
         sql = f"SELECT {_COLUMNS} FROM commands WHERE {where} ORDER BY line, seq"
         cursor = self._file.execute(sql, values)
         return (_command(row) for row in iter(cursor.fetchone, None))
 
+    def empty(self, where: str, values: Values) -> None:
+        """Drop bodies and results of answered commands; what is left of them has its checksums."""
+        columns = "number, line, seq, owner, kind, outcome, digest"
+        sql = f"SELECT {columns} FROM commands WHERE NOT emptied AND {where}"
+        for number, *row, outcome, digest in self.query(sql, values):
+            checks = _check(*row, b""), _check(outcome, b"", digest)
+            self.query(
+                "UPDATE commands SET body = x'', result = x'', row_check = ?, result_check = ?, "
+                "emptied = 1 WHERE number = ?",
+                (*checks, number),
+            )
+
+    def emptied_to(self, line: str) -> int:
+        """The last command of a model that was emptied, with all before it; 0: none."""
+        sql = "SELECT max(seq) FROM commands WHERE line = ? AND emptied"
+        return int(self.query(sql, (line,))[0][0] or 0)
+
+    def digest_at(self, line: str, seq: int) -> str | None:
+        """The digest of a model's weights after a command; None: no command had changed them."""
+        changed = "line = ? AND seq <= ? AND digest IS NOT NULL ORDER BY seq DESC LIMIT 1"
+        rows = self.query(f"SELECT digest FROM commands WHERE {changed}", (line, seq))
+        return str(rows[0][0]) if rows else None
+
     def damaged(self) -> Iterator[str]:
         """Name the commands that are not what was written."""
         columns = "line, seq, owner, kind, body, outcome, result, digest, row_check, result_check"
-        for row in self.query(f"SELECT {columns} FROM commands ORDER BY number"):
+        for row in self._file.execute(f"SELECT {columns} FROM commands ORDER BY number"):
             answer = _check(*row[5:8]) if row[5] is not None else None
             if (_check(*row[:5]), answer) != row[8:]:
                 yield f"{row[0]}#{row[1]}"
 
 
-def _definitions(database: sqlite3.Connection) -> list[tuple[Any, ...]]:
-    sql = "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name"
-    return database.execute(sql).fetchall()
-
-
-def _own_definitions() -> list[tuple[Any, ...]]:
-    with closing(sqlite3.connect(":memory:", isolation_level=None)) as fresh:
-        fresh.executescript(_TABLES)
-        return _definitions(fresh)
-
-
 def _command(row: tuple[Any, ...]) -> Command:
-    number, line, seq, owner, kind, body, outcome, result, digest = row
+    number, line, seq, owner, kind, body, outcome, result, digest, emptied = row
     return Command(
         number=number,
         line=line,
@@ -193,6 +193,7 @@ def _command(row: tuple[Any, ...]) -> Command:
         outcome=outcome,
         result=result or b"",
         digest=digest,
+        emptied=bool(emptied),
     )
 
 

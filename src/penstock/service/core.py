@@ -13,13 +13,12 @@ import hashlib
 import json
 import logging
 import re
-import shutil
 import time
 import uuid
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from penstock.engine.transformers.engine import TransformersEngine
 from penstock.errors import PenstockError, RunError, UserError
 from penstock.service.command_log import FILE, Command, CommandLog
 from penstock.service.models import LOAD, SAVE, SAVE_SAMPLER, Models, ModelSettings
+from penstock.service.prune import prune, remove_weights, sweep
 from penstock.service.samplers import Samplers
 from penstock.store import trust
 from penstock.store.run_folder import RunFolder
@@ -37,6 +37,7 @@ from penstock.store.run_folder import RunFolder
 CREATE, SAMPLE = "create_model", "asample"
 TRAINING = ("forward_backward", "optim_step", LOAD, SAVE, SAVE_SAMPLER)
 MOST_WAITING, MOST_WAITING_BYTES = 4096, 512 << 20  # commands without an answer, of one owner
+_PRUNE_EVERY_S = 3600.0
 SILENT_S = 300.0  # without a word of its client, a session's models leave the memory
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _KINDS = {SAVE: "weights", SAVE_SAMPLER: "sampler_weights"}
@@ -71,6 +72,7 @@ class ServiceCore:
         folder.mkdir(parents=True, exist_ok=True)
         self._closing = contextlib.ExitStack()
         self._closing.enter_context(RunFolder(folder).lock())
+        sweep(folder)
         self.log = CommandLog(folder / FILE)
         self._closing.callback(self.log.close)
         first = validate(json.loads(self.log.fact("config", config.model_dump_json())))
@@ -98,7 +100,7 @@ class ServiceCore:
         self.broken = asyncio.Event()
 
     def _make_engine(self, fetch: Any) -> TransformersEngine:
-        return TransformersEngine.from_config(self.config, fetch=fetch)
+        return TransformersEngine.from_config(self.config, fetch=fetch, adapters=True)
 
     async def start(self) -> None:
         """Load the model, start the engine, and go on with the commands that have no answer."""
@@ -111,6 +113,12 @@ class ServiceCore:
         self._begin(self._work(), "commands")
         for command in list(self.log.select("outcome IS NULL")):
             self._enqueue(command)
+        self._prune()
+
+    def _prune(self) -> None:
+        """Forget what nobody asks for any more, now and every hour."""
+        prune(self.log, self.folder, time.time())
+        self._timers[""] = asyncio.get_running_loop().call_later(_PRUNE_EVERY_S, self._prune)
 
     async def close(self) -> None:
         """Stop; commands without an answer are done by the next service of this folder."""
@@ -184,11 +192,8 @@ class ServiceCore:
         if timer := self._timers.pop(session, None):
             timer.cancel()
         self._put_away(session)
-        unnamed = "model_path IS NULL AND folder IS NOT NULL AND sampler_id GLOB ?"
-        for (folder,) in self.log.query(
-            f"SELECT folder FROM samplers WHERE {unnamed}", (f"{session}:*",)
-        ):
-            shutil.rmtree(self.folder / folder, ignore_errors=True)
+        self._timers[""].cancel()
+        self._prune()
 
     def _put_away(self, session: str) -> None:
         """Free the memory of a session's models, between two commands."""
@@ -330,6 +335,9 @@ class ServiceCore:
             if self.fault is not None:
                 raise RunError(f"service: it has ended: {self.fault}")
             command = self._known(owner, request_id)
+        if command.emptied:
+            told = {"error": "request_id: its answer was kept for a day", "category": "user"}
+            return replace(command, outcome="failed", result=json.dumps(told).encode())
         return command if command.outcome else None
 
     def _known(self, owner: str, request_id: str) -> Command:
@@ -402,7 +410,7 @@ class ServiceCore:
         )
         if not rows:
             raise NotFound(f"path: got {path!r}, allowed: a checkpoint of this key")
-        shutil.rmtree(self.folder / rows[0][0], ignore_errors=True)
+        remove_weights(self.log, self.folder, rows[0][0])
 
     def _source(self, command: Command) -> dict[str, Any]:
         """Where the checkpoint of a load_weights lies, and of what kind of model it is."""

@@ -14,7 +14,7 @@ import math
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,13 @@ from penstock.model.loading import compute_dtype
 from penstock.service import wire
 from penstock.service.batches import NO_LOGPROB, Examples, Rows
 from penstock.service.command_log import Command, CommandLog
-from penstock.training.adapters import add_adapters
+from penstock.service.prune import snapshots_of
+from penstock.training.adapters import ADAPTER, add_adapters
 from penstock.training.consumer import Consumer
 from penstock.training.optimizer import UpdateStep
 from penstock.training.pack import Pack
 from penstock.training.policy import load_policy, trainer_device
-from penstock.training.snapshot import take_snapshot
+from penstock.training.snapshot import saved_masters, take_snapshot
 from penstock.training.stats import PassLosses, UpdateLoss
 from penstock.weights.digest import digest_of
 
@@ -231,14 +232,17 @@ class Models:
             )
 
     def replay(self, model_id: str, create: Command) -> Iterator[Command]:
-        """Do all commands of a model again from its beginning; yield each, or raise at the first difference."""
-        settings = ModelSettings.of(create, self.config)
+        """Do all commands of a model again that are kept; yield each, or raise at the first difference."""
+        settings, base = ModelSettings.of(create, self.config), self._log.emptied_to(model_id)
         trained = self._trained[model_id] = Trained(settings, self._make(settings))
-        if self._digest(trained) != create.digest:
+        if base:
+            trained.consumer.load(self._snapshots(model_id) / str(base))
+        if self._digest(trained) != (self._log.digest_at(model_id, base) or create.digest):
             raise DigestMismatch(
                 f"model {model_id}: its first weights have other bits than the log's"
             )
-        for command in self._log.select("line = ? AND outcome = 'done'", (model_id,)):
+        where = "line = ? AND seq > ? AND outcome = 'done'"
+        for command in self._log.select(where, (model_id, base)):
             self._redo(model_id, command)
             yield command
 
@@ -260,19 +264,24 @@ class Models:
         trained = self._trained.get(model_id)
         if trained is None or trained.has_gradients or not trained.seq:
             return
-        target = self._folder / "snapshots" / model_id / str(trained.seq)
+        target = self._snapshots(model_id) / str(trained.seq)
         if trained.seconds < wait_s or target.exists():
             return
         with whole_folder(target) as draft:
             take_snapshot(trained.consumer, draft, with_model=False)()
         trained.seconds = 0.0
-        for old in target.parent.iterdir():
-            if old != target:
-                shutil.rmtree(old)
+        base = self._log.emptied_to(model_id)  # a replay begins there, and later at the next one
+        later = [seq for seq in snapshots_of(target.parent) if seq > base]
+        for seq in snapshots_of(target.parent):
+            if seq not in (base, later[0], trained.seq):
+                shutil.rmtree(target.parent / str(seq))
+
+    def _snapshots(self, model_id: str) -> Path:
+        return self._folder / "snapshots" / model_id
 
     def _newest_snapshot(self, model_id: str) -> Path | None:
-        folders = (self._folder / "snapshots" / model_id).glob("[0-9]*")
-        return max(folders, key=lambda path: int(path.name), default=None)
+        place = self._snapshots(model_id)
+        return next((place / str(seq) for seq in reversed(snapshots_of(place))), None)
 
     # ---- commands
 
@@ -331,7 +340,9 @@ class Models:
             with whole_folder(target) as draft:
                 take_snapshot(trained.consumer, draft, with_model=False)()
         size = sum(path.stat().st_size for path in target.iterdir())
-        return {"digest": trained.consumer.digest(), "size_bytes": size}, None
+        masters, rank = trained.consumer.masters.parameters, trained.settings.rank
+        digest = digest_of(self._layers(masters)) if rank else trained.consumer.digest()
+        return {"digest": digest, "size_bytes": size}, None
 
     def _load(
         self, trained: Trained, fields: dict[str, Any], source: dict[str, Any]
@@ -362,7 +373,21 @@ class Models:
         parameters = trained.consumer.masters.parameters
         return digest_of((name, tensor.detach()) for name, tensor in parameters.items())
 
-    # ---- scores
+    # ---- sampling and scores
+
+    def adapter(self, folder: str) -> Iterator[tuple[str, Tensor]]:
+        """The adapters of a checkpoint, as engines hold them."""
+        return self._layers(saved_masters(self._folder / folder))
+
+    def _layers(self, masters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the two matrices of each adapted layer; the scale is in the second."""
+        for name, matrix in masters.items():
+            layer, _, side = name.removesuffix(f".{ADAPTER}.weight").rpartition(".lora_")
+            if side == "A":
+                scale = LoraConfig().alpha / len(matrix)
+                yield f"{layer}.low", matrix.detach()
+            else:
+                yield f"{layer}.high", matrix.detach() * scale
 
     def scorer(self, folder: str, settings: ModelSettings | None = None) -> Consumer:
         """A model that is not trained: that of a checkpoint, or the base, as adapters that add nothing."""

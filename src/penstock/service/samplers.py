@@ -1,21 +1,24 @@
-"""Sampling from many checkpoints with one engine: requests of one checkpoint run together, checkpoints take turns.
+"""Sampling from many checkpoints with one engine: requests of all adapters and of the base run in one batch.
 
-While others wait, a checkpoint gets no new requests: those that come later wait for its next turn. The engine
-checks the digest of the weights that it loads against the one that the checkpoint was saved with.
+Checkpoints of all weights take turns with them: while others wait, one gets no new requests, and those that come later
+wait for its next turn. The engine checks the digest of what it loads against the one that the checkpoint was saved with.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 
 from penstock.data.sampler import stable_hash
-from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine, SamplingParams
+from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
+from penstock.engine.transformers.adapters import MOST_ADAPTERS
+from penstock.engine.transformers.engine import TransformersEngine
 from penstock.errors import EngineError, UserError
 from penstock.service import wire
 from penstock.service.batches import NO_LOGPROB, check_ids, make_rows
@@ -32,20 +35,20 @@ class Samplers:
     def __init__(
         self,
         models: Models,
-        make_engine: Callable[[Any], InferenceEngine],
+        make_engine: Callable[[Any], TransformersEngine],
         in_trainer: Callable[..., Awaitable[Any]],
     ) -> None:
         self._models, self._in_trainer = models, in_trainer
-        self.engine = make_engine(self._fetch)
-        self._source: Any = None  # the model whose weights the engine is loading
+        self.engine = make_engine(lambda handle: handle.location())
+        self._held: OrderedDict[str, int] = (
+            OrderedDict()
+        )  # adapters, and how many requests use each
+        self._room = asyncio.Condition()
         self._current, self._running, self._switching = "", 0, False  # "": the base
         self._version = 0
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._settings: dict[str, Any] = {}
-
-    def _fetch(self, handle: WeightHandle) -> Iterable[tuple[str, Any]]:
-        return self._source.weights()
 
     # ---- turns
 
@@ -80,11 +83,12 @@ class Samplers:
         digest, settings = self._settings.pop(folder)
         try:
             if folder != self._current:
-                self._source = await self._in_trainer(self._models.scorer, folder, settings)
-                digest = digest or await asyncio.to_thread(self._source.digest)
+                source = await self._in_trainer(self._models.scorer, folder, settings)
+                digest = digest or await asyncio.to_thread(source.digest)
                 self._version += 1
-                handle = WeightHandle(version=self._version, digest=digest, kind="service")
-                await self.engine.update_weights(self._version, handle)
+                await self.engine.update_weights(
+                    self._version, _handle(digest, source.weights, self._version)
+                )
                 self._current = folder
         except (
             Exception
@@ -93,12 +97,38 @@ class Samplers:
                 if not admitted.done():
                     admitted.set_exception(error)
         finally:
-            self._source, self._switching = None, False
+            self._switching = False
         for admitted in waiting:
             if not admitted.done():
                 self._running += 1
                 admitted.set_result(None)
         self._advance()
+
+    @asynccontextmanager
+    async def _adapter(self, folder: str, digest: str) -> AsyncIterator[None]:
+        """Let the engine hold the adapters of a checkpoint inside the context; the longest unused ones make room."""
+        if not folder:
+            yield
+            return
+        async with self._room:
+            while folder not in self._held and len(self._held) == MOST_ADAPTERS:
+                idle = next((name for name, users in self._held.items() if not users), None)
+                if idle is None:
+                    await self._room.wait()
+                    continue
+                await self.engine.drop_adapter(idle)
+                del self._held[idle]
+            if folder not in self._held:
+                read = functools.partial(self._models.adapter, folder)
+                await self.engine.hold_adapter(folder, _handle(digest, read))
+            self._held[folder] = self._held.get(folder, 0) + 1
+            self._held.move_to_end(folder)
+        try:
+            yield
+        finally:
+            async with self._room:
+                self._held[folder] -= 1
+                self._room.notify_all()
 
     # ---- one request
 
@@ -108,9 +138,11 @@ class Samplers:
         """The answer to an asample."""
         prompt = prompt_ids(fields)
         check_ids(prompt, "prompt", vocabulary=self._models.vocabulary)
-        requests = self._requests(name, fields, prompt)
+        is_adapter = settings is not None and settings.rank > 0 and self.engine.holds_adapters
+        adapter, whole = (folder, "") if is_adapter else ("", folder)
+        requests = self._requests(name, fields, prompt, adapter)
         ask = _Scores(fields, prompt, self._models.vocabulary)
-        async with self._turn(folder, digest, settings):
+        async with self._turn(whole, digest, settings), self._adapter(adapter, digest):
             generations = await self.engine.generate_many(requests)
         if failed := [g for g in generations if g.finish_reason in ("error", "abort")]:
             raise EngineError(f"sampling failed: {failed[0].error or 'the engine was stopped'}")
@@ -120,7 +152,7 @@ class Samplers:
         return wire.encode("SampleResponse", answer)
 
     def _requests(
-        self, name: str, fields: Mapping[str, Any], prompt: np.ndarray
+        self, name: str, fields: Mapping[str, Any], prompt: np.ndarray, adapter: str
     ) -> list[GenerationRequest]:
         count, params = fields.get("num_samples", 1), fields.get("sampling_params") or {}
         if not isinstance(count, int) or not 1 <= count <= MOST_SAMPLES:
@@ -129,7 +161,9 @@ class Samplers:
         seed = stable_hash(name) if seed is None else int(seed)
         sampling = _sampling(params, self._models.longest - len(prompt))
         return [
-            GenerationRequest(f"{name}/{n}", prompt, sampling, stable_hash(seed, n))
+            GenerationRequest(
+                f"{name}/{n}", prompt, sampling, stable_hash(seed, n), adapter=adapter
+            )
             for n in range(count)
         ]
 
@@ -169,6 +203,11 @@ class Samplers:
                 sequence["topk_sampled_logprobs"] = _table(
                     *(part[len(ask.prompt) - 1 :] for part in table)
                 )
+
+
+def _handle(digest: str, read: Callable[[], Any], version: int = 0) -> WeightHandle:
+    """Weights that `read` yields in this process."""
+    return WeightHandle(version=version, digest=digest, kind="service", location=read)
 
 
 class _Scores:

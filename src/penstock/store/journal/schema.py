@@ -2,7 +2,7 @@
 
 The tables (`*_rows`) may change with the format. The views `groups`, `rollouts`, `steps`, `weights`,
 `events`, `identity`, `calls` and `tools` are public and stay: any SQLite tool can read them while a run
-writes. A file of another format is refused.
+writes. A file of another format is refused. The log of a service is opened the same way, with tables of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import JournalDamaged, RunError, UserError
@@ -105,41 +106,56 @@ COMMIT;
 """
 
 
-def open_database(path: Path, *, readonly: bool = False, brief: bool = False) -> sqlite3.Connection:
+@dataclass(slots=True, frozen=True)
+class Schema:
+    """A kind of file: its name in errors, where it lies, its tables and their format."""
+
+    name: str
+    place: str
+    tables: str
+    format: int
+
+
+JOURNAL = Schema("journal", "the journal.db of a run folder", _TABLES, FORMAT)
+
+
+def open_database(
+    path: Path, *, readonly: bool = False, brief: bool = False, kind: Schema = JOURNAL
+) -> sqlite3.Connection:
     """A connection in autocommit mode; create the tables of a new file, check an old one.
 
     `brief`: a read-only connection that is closed again at once, and writes nothing beside the file.
     """
     if readonly and not path.is_file():
-        raise UserError(f"journal: got no file {path}, allowed: the journal.db of a run folder")
-    with named_errors(path, "be opened"):
+        raise UserError(f"{kind.name}: got no file {path}, allowed: {kind.place}")
+    with named_errors(path, "be opened", kind):
         if not path.exists():
-            _make_file(path)
+            _make_file(path, kind)
         database = _connect_to_read(path, brief=brief) if readonly else _connect_to_write(path)
         if brief:
             _end_after(database, _BRIEF_S)
         version = _format_of(database)
         if version == 0 and not readonly:
-            database.executescript(_TABLES)
-        elif version != FORMAT:
+            database.executescript(kind.tables)
+        elif version != kind.format:
             raise RunError(
-                f"journal {path}: got format {version}, allowed: {FORMAT}; another version of "
-                "Penstock wrote it"
+                f"{kind.name} {path}: got format {version}, allowed: {kind.format}; another version "
+                "of Penstock wrote it"
             )
-        for name in _changed_definitions(database):  # before any of them is read
+        for name in _changed_definitions(database, kind):  # before any of them is read
             raise sqlite3.DatabaseError(f"the definition of {name} is not what was written")
     return database
 
 
 @contextmanager
-def named_errors(path: Path, act: str) -> Iterator[None]:
-    """Name the journal in errors of SQLite: what it cannot do there, or that the file is damaged."""
+def named_errors(path: Path, act: str, kind: Schema = JOURNAL) -> Iterator[None]:
+    """Name the file in errors of SQLite: what it cannot do there, or that the file is damaged."""
     try:
         yield
     except sqlite3.OperationalError as error:
-        raise RunError(f"journal {path}: cannot {act}: {error}") from error
+        raise RunError(f"{kind.name} {path}: cannot {act}: {error}") from error
     except (sqlite3.Error, UnicodeDecodeError) as error:
-        raise JournalDamaged(f"journal {path}: damaged: {error}") from error
+        raise JournalDamaged(f"{kind.name} {path}: damaged: {error}") from error
 
 
 def _format_of(database: sqlite3.Connection) -> int:
@@ -151,13 +167,13 @@ def _format_of(database: sqlite3.Connection) -> int:
     return version
 
 
-def _make_file(path: Path) -> None:
+def _make_file(path: Path, kind: Schema) -> None:
     """Make the file with its tables; a crash or a power failure leaves it whole or absent."""
     draft = path.with_name(f".{path.name}.draft")
     for old in path.parent.glob(f"{draft.name}*"):
         old.unlink()
     database = _connect_to_write(draft)
-    database.executescript(_TABLES)
+    database.executescript(kind.tables)
     database.close()  # moves SQLite's log into the file and syncs it
     draft.rename(path)
     sync(path.parent)
@@ -248,15 +264,15 @@ def _end_after(database: sqlite3.Connection, seconds: float) -> None:
 _DEFINITIONS = "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"
 
 
-def _changed_definitions(database: sqlite3.Connection) -> list[str]:
+def _changed_definitions(database: sqlite3.Connection, kind: Schema) -> list[str]:
     """The tables and views whose definition differs from the one they were created with."""
-    expected, present = _definitions(), dict(database.execute(_DEFINITIONS))
+    expected, present = _definitions(kind), dict(database.execute(_DEFINITIONS))
     names = expected.keys() | present.keys()
     return sorted(name for name in names if expected.get(name) != present.get(name))
 
 
 @functools.cache
-def _definitions() -> dict[str, str]:
+def _definitions(kind: Schema) -> dict[str, str]:
     with closing(sqlite3.connect(":memory:")) as fresh:
-        fresh.executescript(_TABLES)
+        fresh.executescript(kind.tables)
         return dict(fresh.execute(_DEFINITIONS))

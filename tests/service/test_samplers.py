@@ -1,0 +1,65 @@
+"""Adapters of several models at once: the gradients and samples of a server for each, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock import AdamParams, Datum, SamplingParams
+from penstock.service import samplers
+
+IDS = [1, 5, 6, 7, 8, 9, 10, 11]
+STEP = AdamParams(learning_rate=3e-2, eps=1e-8)
+RANKS = (1, 3, 4)
+
+
+def train(service: penstock.Service, rank: int) -> Any:
+    """A trained model and what its clients were told; nothing is waited for."""
+    trainer = service.create_lora_training_client(rank=rank, seed=rank)
+    datum = Datum(IDS[:-rank], {"target_tokens": IDS[1 : len(IDS) - rank + 1], "weights": [1.0] * (len(IDS) - rank)})  # fmt: skip
+    told = []
+    for _ in range(2):
+        told.append(trainer.forward_backward([datum, datum], "cross_entropy"))
+        told.append(trainer.optim_step(STEP))
+    return trainer, told
+
+
+def ask(trainer: Any) -> list[Any]:
+    sampler = trainer.save_weights_and_get_sampling_client()
+    params = SamplingParams(max_tokens=12, seed=3, stop=[])
+    return [sampler.sample(IDS[:length], 2, params) for length in (3, 5)]
+
+
+def heard(told: list[Any], asked: list[Any]) -> list[Any]:
+    """Gradients are told by their norms, weights by the log-probs of what is sampled."""
+    answers = [future.result() for future in told]
+    plain = [a if isinstance(a, dict) else (a.metrics, *(o["logprobs"].tolist() for o in a.loss_fn_outputs)) for a in answers]  # fmt: skip
+    return [*plain, *(future.result() for future in asked)]
+
+
+@pytest.mark.parametrize("room", [16, 2])
+def test_models_in_one_batch_have_the_gradients_and_samples_of_servers_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """`room`: with two places in the engine the third waits for one."""
+    monkeypatch.setattr(samplers, "MOST_ADAPTERS", room)
+    with penstock.Service("demo", folder=tmp_path / "all") as service:
+        models = [train(service, rank) for rank in RANKS]
+        asked = [ask(trainer) for trainer, _ in models]
+        base = service.create_sampling_client().sample(
+            IDS[:3], 1, SamplingParams(max_tokens=3, seed=1)
+        )
+        together = [heard(told, futures) for (_, told), futures in zip(models, asked, strict=True)]
+        base.result()
+        assert len({str(told) for told in together}) == len(RANKS)
+        most = service._core.samplers._held
+        assert len(most) == min(room, len(RANKS))
+        assert not any(most.values())
+    if room == 16:
+        for number, rank in enumerate(RANKS):
+            with penstock.Service("demo", folder=tmp_path / str(rank)) as service:
+                trainer, told = train(service, rank)
+                assert heard(told, ask(trainer)) == together[number]
