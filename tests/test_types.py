@@ -180,6 +180,7 @@ def test_a_pickled_group_keeps_every_field_of_every_rollout() -> None:
             segments=(VersionSegment(2, 3),),
             rows=rows,
             choices=Choices.unknown(4),
+            teacher_logprobs=np.array([-0.5, -1.5, -2.5], np.float32),
         ),
         Rollout(rollout_id="t:3.2", prompt_ids=prompt.token_ids, seed=13),
     ]

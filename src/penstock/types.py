@@ -226,6 +226,7 @@ class Rollout:
     rows: tuple[Row, ...] = ()  # empty: one row, `prompt_ids` and the whole response
     earned: tuple[tuple[int, float], ...] = ()  # (tokens, reward earned before they were sampled)
     choices: Choices | None = None  # of all rows, one after another; None: not recorded
+    teacher_logprobs: np.ndarray | None = None  # float32, of a teacher behind a server; None: none
     temperature: float = 1.0
     min_tokens: int = 0  # the first so many tokens were sampled without the end tokens
     status: Status = Status.INIT
@@ -241,29 +242,24 @@ class Rollout:
 
     def __post_init__(self) -> None:
         """Raise a ValueError unless all per-token fields have the same length."""
-        length, segments = len(self.response_ids), self.segments
-        in_segments = sum([segment.length for segment in segments])
-        in_rows = sum(row.length for row in self.rows) if self.rows else length
-        in_earned = sum(tokens for tokens, _ in self.earned) if self.earned else length
-        same = in_segments == in_rows == in_earned == length
+        length, taught = len(self.response_ids), self.teacher_logprobs
         if self.choices is not None and len(self.choices) != sum(self._passes()):
             raise ValueError(
                 f"rollout {self.rollout_id}: got {len(self.choices)} choices, allowed: {sum(self._passes())}"
             )
-        if same and len(self.logprobs) == len(self.loss_mask) == length:
-            return
         lengths = {
             "logprobs": len(self.logprobs),
             "loss_mask": len(self.loss_mask),
-            "segments": in_segments,
-            "rows": in_rows,
-            "earned": in_earned,
+            "segments": sum([segment.length for segment in self.segments]),
+            "rows": sum([row.length for row in self.rows]) if self.rows else length,
+            "earned": sum([tokens for tokens, _ in self.earned]) if self.earned else length,
+            "teacher_logprobs": length if taught is None else len(taught),
         }
-        wrong = {name: got for name, got in lengths.items() if got != length}
-        raise ValueError(
-            f"rollout {self.rollout_id}: got lengths {wrong}, allowed: {length} "
-            "(the length of response_ids)"
-        )
+        if wrong := {name: got for name, got in lengths.items() if got != length}:
+            raise ValueError(
+                f"rollout {self.rollout_id}: got lengths {wrong}, allowed: {length} "
+                "(the length of response_ids)"
+            )
 
     check = __post_init__
 
@@ -359,8 +355,8 @@ class Rollout:
         self.move_to(Status.INIT)
         self.response_ids, self.logprobs, self.loss_mask = _NO_IDS, _NO_LOGPROBS, _NO_MASK
         self.segments, self.rows, self.earned, self.choices = (), (), (), None
-        self.finish_reason, self.text = "", ""
-        self.score, self.error = None, ""
+        self.finish_reason, self.text, self.error = "", "", ""
+        self.score, self.teacher_logprobs = None, None
 
     @property
     def oldest_version(self) -> int | None:
@@ -515,6 +511,8 @@ class Group:
                 parts.append(struct.pack("<Id", tokens, before))
             if (made := rollout.choices) is not None:
                 parts += [a.tobytes() for a in (made.num_kept, made.kept_ids, made.experts)]
+            if rollout.teacher_logprobs is not None:
+                parts.append(bytes_of(rollout.teacher_logprobs, _LOGPROBS))
         return _FINGERPRINT + hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from stages.command_runs import penstock
+from stages.command_runs import penstock, train
 from stages.judge_server import JudgeServer
+from stages.judging_engine import JUDGING_ENGINE
 from stages.tiny_run import TINY
 
 
@@ -61,3 +62,36 @@ def test_a_check_says_in_one_line_that_the_judge_does_not_answer(
     lines = [line for line in capfd.readouterr().err.splitlines() if "judge" in line]
     assert len(lines) == 1
     assert "reward judge: no judge answered after 1 attempts" in lines[0]
+
+
+def test_the_engines_of_the_run_can_judge_its_own_groups(tmp_path: Path) -> None:
+    """A rank of the group by its policy: the longest response of each group has the best reward."""
+    options = "model='policy', rubric='Longer is better.', mode='rank', max_tokens=16"
+    run = train(
+        tmp_path,
+        "own",
+        f"engine.name={JUDGING_ENGINE}",
+        "train.steps=2",
+        "sampling.num_generations=3",
+        f"tasks.train.rewards=[{{type='judge', options={{{options}}}}}]",
+    )
+    assert run.code == 0, run.told
+    with run.journal() as journal:
+        groups = [group for step in (1, 2) for group in journal.batch(step).groups]
+    assert len(groups) == 4
+    for group in groups:
+        by_reward = sorted(group.rollouts, key=lambda rollout: -rollout.reward)
+        assert [rollout.reward for rollout in by_reward] == [1.0, 0.5, 0.0]
+        lengths = [len(rollout.text) for rollout in by_reward]
+        assert lengths == sorted(lengths, reverse=True)
+        assert all("I counted." in (r.score.note if r.score else "") for r in group.rollouts)
+
+
+def test_a_policy_that_gives_no_verdict_fails_the_group(tmp_path: Path) -> None:
+    options = "model='policy', rubric='Even is good.', max_tokens=16"
+    rewards_of_policy = f"tasks.train.rewards=[{{type='judge', options={{{options}}}}}]"
+    run = train(tmp_path, "mute", "train.steps=1", "produce.max_tries=1", rewards_of_policy)
+    assert run.code == 1
+    assert "groups failed" in run.told
+    assert "reward judge: " in run.told
+    assert "Traceback" not in run.told

@@ -1,4 +1,4 @@
-"""judge: a model behind an OpenAI-compatible server scores, compares or ranks responses by a rubric.
+"""judge: a model behind an OpenAI-compatible server, or the policy itself, scores, compares or ranks responses.
 
 A response is untrusted text that would gain by speaking as the judge. So it is sent as a JSON string in which no
 special token can be spelled, and a verdict counts only on the judge's own last line, behind a word that is drawn
@@ -22,11 +22,12 @@ from pydantic import Field
 from penstock.config import Section
 from penstock.config.secrets import from_environment
 from penstock.errors import RewardError, UserError
-from penstock.reward.protocol import Reward
+from penstock.reward.protocol import AskPolicy, Reward
 from penstock.reward.retrying_client import RetryingClient
 from penstock.types import Prompt, Rollout, Score
 
 ROUTE = "/v1/chat/completions"
+POLICY = "policy"  # the name of the run's own engines
 MOST_NOTE = 2000  # characters of a verdict's text that are journalled
 _UNSAFE = re.compile(r"[<>\[\]\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # in a JSON string
 
@@ -57,10 +58,10 @@ _TASKS = {
 
 
 class JudgeOptions(Section):
-    url: str = Field(min_length=1)
+    url: str = ""
     """Address of an OpenAI-compatible server, without /v1."""
     model: str = Field(min_length=1)
-    """The server's name for the model."""
+    """The server's name for the model; without a url `policy`: the run's own engines, with their newest weights."""
     rubric: str = Field(min_length=1)
     """What is good and what is bad, in words."""
     mode: Literal["score", "pairwise", "rank"] = "score"
@@ -83,8 +84,16 @@ class Judge(Reward):
     """Consumes finished rollouts, produces values from 0 to 1 with the judge's words as their notes."""
 
     Options = JudgeOptions
+    asks_policy = True
 
-    def __init__(self, options: JudgeOptions, *, max_tokens: int) -> None:
+    def __init__(
+        self, options: JudgeOptions, *, max_tokens: int, ask_policy: AskPolicy | None = None
+    ) -> None:
+        if not options.url and options.model != POLICY:
+            raise UserError(
+                f"reward judge: option url: got none with model {options.model!r}, allowed: the address of its server, "
+                f"or model {POLICY!r}"
+            )
         low, high = options.scale
         if not low < high:
             raise UserError(
@@ -92,14 +101,16 @@ class Judge(Reward):
             )
         self._settings = options
         self.needs_group = options.mode != "score"
-        self._client = RetryingClient(
-            "judge",
-            [options.url],
-            ROUTE,
-            token=from_environment("api_key_variable", options.api_key_variable),
-            request_timeout_s=options.timeout_s,
-            retries=options.retries,
-        )
+        self._ask_policy, self._client = ask_policy, None
+        if options.url:
+            self._client = RetryingClient(
+                "judge",
+                [options.url],
+                ROUTE,
+                token=from_environment("api_key_variable", options.api_key_variable),
+                request_timeout_s=options.timeout_s,
+                retries=options.retries,
+            )
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
         """The judge's number for one response."""
@@ -172,24 +183,43 @@ class Judge(Reward):
         instructions = _INSTRUCTIONS.format(
             rubric=settings.rubric, task=task, word=word, form=form.format(low=low, high=high)
         )
-        body = {
-            "model": settings.model,
-            "messages": [
-                {"role": "system", "content": instructions},
-                {"role": "user", "content": quote(material)},
-            ],
-            "max_tokens": settings.max_tokens,
-            "temperature": settings.temperature,
-        }
-        _, reply = await self._client.ask(body)
-        text = _content(reply)
+        messages = [
+            {"role": "system", "content": instructions},
+            {"role": "user", "content": quote(material)},
+        ]
+        text, reason = await self._reply(messages)
+        if not isinstance(text, str) or not text.strip():
+            raise RewardError("the judge's reply has no text")
+        if reason == "length":
+            raise RewardError("the judge's reply was cut at max_tokens")
         line = text.rstrip().rpartition("\n")[2].strip()
         if not line.startswith(word):
             raise RewardError(f"the judge's last line has no verdict: {line[:200]!r}")
         return text.strip(), line.removeprefix(word).strip()
 
+    async def _reply(self, messages: list[dict[str, str]]) -> tuple[Any, Any]:
+        """The judge's words, and why they ended."""
+        settings = self._settings
+        if self._client is not None:
+            body = {
+                "model": settings.model,
+                "messages": messages,
+                "max_tokens": settings.max_tokens,
+                "temperature": settings.temperature,
+            }
+            return _choice((await self._client.ask(body))[1])
+        if self._ask_policy is None:
+            raise RewardError(f"got no engines for the judge {POLICY!r}, allowed: a run, or a url")
+        try:
+            async with asyncio.timeout(settings.timeout_s):
+                return await self._ask_policy(messages, settings.max_tokens, settings.temperature)
+        except TimeoutError:
+            raise RewardError(f"no verdict within {settings.timeout_s:g} s") from None
+
     async def probe(self) -> None:
-        """Ask for one verdict on a made-up response; raise RewardError if there is none."""
+        """Ask a server for one verdict on a made-up response; raise RewardError if there is none."""
+        if self._client is None:
+            return
         rollouts = [
             Rollout(rollout_id=f"probe.{i}", prompt_ids=np.ones(1, np.int32), seed=i, text=text)
             for i, text in enumerate(("4", "5"))
@@ -207,7 +237,8 @@ class Judge(Reward):
 
     async def close(self) -> None:
         """End the connections."""
-        await self._client.close()
+        if self._client is not None:
+            await self._client.close()
 
 
 def quote(material: dict[str, Any]) -> str:
@@ -230,18 +261,13 @@ def _question(prompt: Prompt) -> dict[str, Any]:
     return {"question": messages, **reference}
 
 
-def _content(reply: bytes) -> str:
-    """The text of a chat completion; raise RewardError for any other reply, or one that was cut."""
+def _choice(reply: bytes) -> tuple[Any, Any]:
+    """The text of a chat completion, and why it ended; raise RewardError for any other reply."""
     try:
         choice = json.loads(reply)["choices"][0]
-        text, reason = choice["message"]["content"], choice.get("finish_reason")
+        return choice["message"]["content"], choice.get("finish_reason")
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise RewardError("the judge's reply is no chat completion") from None
-    if not isinstance(text, str) or not text.strip():
-        raise RewardError("the judge's reply has no text")
-    if reason == "length":
-        raise RewardError("the judge's reply was cut at max_tokens")
-    return text
 
 
 def _number(verdict: str) -> float:

@@ -363,9 +363,7 @@ def test_a_step_takes_only_what_is_completed_and_buffered(tmp_path: Path) -> Non
     async def main() -> None:
         journal = Journal.open(tmp_path / "journal.db")
         await land(journal, finished(0))
-        with pytest.raises(
-            RunError, match="step 1: group t:1 is taken: got a group that was never drawn"
-        ):
+        with pytest.raises(RunError, match="group t:1 is taken: got a group that was never drawn"):
             await journal.begin_step(1, [finished(0), finished(1)])
         with pytest.raises(RunError):
             journal.close()

@@ -7,14 +7,16 @@ An error fails only the rollout it belongs to. Retries are made by the group run
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
 
 from penstock.config import SamplingConfig
+from penstock.data.chat import ChatTemplate
 from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine, SamplingParams
-from penstock.errors import EnginesLost
+from penstock.errors import EnginesLost, RewardError
 from penstock.reward.protocol import Reward
 from penstock.rollout.agent_loop import AgentLoop
 from penstock.types import Prompt, Rollout, Status
@@ -27,6 +29,28 @@ def annealed_temperature(sampling: SamplingConfig, policy_version: int) -> float
         return sampling.temperature
     done = 1.0 if anneal.steps == 0 else min(1.0, policy_version / anneal.steps)
     return sampling.temperature + (anneal.end - sampling.temperature) * done
+
+
+async def ask_policy(
+    engine: InferenceEngine | None,
+    chat: ChatTemplate,
+    messages: Sequence[Mapping[str, str]],
+    max_tokens: int,
+    temperature: float,
+) -> tuple[str, str]:
+    """(the engine's words on these messages, why they ended); a pause that aborts them is waited for."""
+    assert engine is not None, "a run that samples has engines"
+    request = GenerationRequest(
+        request_id=f"question-{secrets.token_hex(8)}",
+        prompt_ids=chat.encode(messages),
+        sampling=SamplingParams(temperature=temperature, max_tokens=max_tokens),
+        seed=secrets.randbits(31),
+    )
+    while (generation := await engine.generate(request)).finish_reason == "abort":
+        pass
+    if generation.finish_reason == "error":
+        raise RewardError(f"engine: {generation.error}")
+    return chat.decode(generation.token_ids), generation.finish_reason
 
 
 class SingleTurn(AgentLoop):

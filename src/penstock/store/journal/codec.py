@@ -40,6 +40,7 @@ _ALL_TRAINED = 1  # flags
 _PRUNED = 4  # ids, log-probs, mask and rows were removed
 _ROWS = 8  # an agent's rollout: the prompts and lengths of its rows are stored
 _CHOICES = 16  # what its engine chose from is stored
+_TEACHER = 32  # the log-probs of a teacher behind a server are stored
 _CHOSEN = struct.Struct("<IIIIB")  # passes, kept ids, their bytes, experts of a pass, bytes of one
 _IDS, _LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 _STATUSES = {status.value: status for status in Status}
@@ -62,6 +63,9 @@ def encode_rollout(rollout: Rollout, *, text: str, key: str) -> bytes:
     if rollout.choices is not None:
         flags |= _CHOICES
         arrays.append(encode_choices(rollout.choices))
+    if rollout.teacher_logprobs is not None:
+        flags |= _TEACHER
+        arrays.append(bytes_of(rollout.teacher_logprobs, _LOGPROBS))
     segments = [_SEGMENT.pack(segment.version, segment.length) for segment in rollout.segments]
     head = _HEADER.pack(
         CODEC_VERSION,
@@ -129,7 +133,7 @@ def decode_rollout(data: bytes, rollout_id: str, prompt: Prompt, *, text: str, k
     _check_codec(codec)
     at = _HEADER.size
     rows: tuple[Row, ...] = ()
-    choices = None
+    choices = taught = None
     if flags & _PRUNED:
         ids, logprobs, mask = _no_arrays(tokens)
     else:
@@ -146,6 +150,9 @@ def decode_rollout(data: bytes, rollout_id: str, prompt: Prompt, *, text: str, k
             rows, at = _decode_rows(data, at)
         if flags & _CHOICES:
             choices, at = decode_choices(data, at)
+        if flags & _TEACHER:
+            taught = np.frombuffer(data, "<f4", tokens, at).astype(np.float32)
+            at += taught.nbytes
     pairs = struct.unpack_from(f"<{2 * num_segments}I", data, at)
     at += 8 * num_segments
     tail = json.loads(data[at : at + tail_bytes])
@@ -160,6 +167,7 @@ def decode_rollout(data: bytes, rollout_id: str, prompt: Prompt, *, text: str, k
         segments=tuple(map(VersionSegment, pairs[::2], pairs[1::2])),
         rows=rows,
         choices=choices,
+        teacher_logprobs=taught,
         earned=tuple((tokens, before) for tokens, before in tail.get("earned", ())),
         temperature=temperature,
         min_tokens=tail.get("min_tokens", 0),
@@ -433,11 +441,10 @@ _FROM = {
 }
 
 
-def _update(kind: str, columns: Sequence[str], also: str = "", sets: str = "") -> str:
+def _update(columns: Sequence[str]) -> str:
     """The UPDATE that moves a group: parameters are the columns, the checksum and the id."""
-    sets += ", ".join(f"{column} = ?" for column in (*columns, "row_check"))
-    places = ", ".join(f"'{place}'" for place in _FROM[kind])
-    return f"UPDATE group_rows SET {sets} WHERE group_id = ? AND place IN ({places}){also}"
+    sets = ", ".join(f"{column} = ?" for column in (*columns, "row_check"))
+    return f"UPDATE group_rows SET {sets} WHERE group_id = ?"
 
 
 class ManyRows:
@@ -471,14 +478,10 @@ _DRAW = ManyRows(
     " VALUES {rows}",
     7,
 )
-_LAND = _update("landed", (*_COLUMNS[_PLACE:_STEP], *_COLUMNS[_REASON:]))
-_MOVE = {
-    kind: _update(kind, (*_COLUMNS[_PLACE : _PLACE + 3], "drop_reason"))
-    for kind in ("retried", "expired", "dropped")
-}
-_IS_WHOLE = """ AND status = 'completed' AND num_rollouts <=
+_LAND = _update((*_COLUMNS[_PLACE:_STEP], *_COLUMNS[_REASON:]))
+_MOVE = _update((*_COLUMNS[_PLACE : _PLACE + 3], "drop_reason"))
+_TAKE = f"""{_update(("place", "step", "position"))} AND status = 'completed' AND num_rollouts <=
     (SELECT COUNT(*) FROM rollout_rows WHERE rollout_rows.group_id = group_rows.group_id)"""
-_TAKE = _update("taken", ("step", "position"), _IS_WHOLE, sets="place = 'taken', ")
 _READ = f"SELECT {', '.join(_COLUMNS)} FROM group_rows WHERE group_id = ?"
 
 
@@ -510,67 +513,42 @@ class GroupTable:
         """Move groups that came back: id, columns from place to landed_at, columns from drop_reason on."""
         rows = []
         for group_id, values, last in landed:
-            before = self._pop(group_id)
+            before = self._pop("landed", group_id)
             row = before[:_PLACE] + values + before[_STEP:_REASON] + last
             if values[0] != "dropped":
                 self._unfinished[group_id] = row
             rows.append((*values, *last, row_check(*row), group_id))
-        self._move_all("landed", _LAND, rows)
+        self.db.executemany(_LAND, rows)
 
     def move(self, kind: str, group_id: str, values: tuple, drop_reason: str | None) -> None:
         """Move a group without a new payload: `values` are place, status and tries."""
-        before = self._pop(group_id)
+        before = self._pop(kind, group_id)
         kept = before[_PLACE + len(values) : _REASON]
         row = (*before[:_PLACE], *values, *kept, drop_reason, *before[_REASON + 1 :])
         if values[0] != "dropped":
             self._unfinished[group_id] = row
-        self._move_all(kind, _MOVE[kind], [(*values, drop_reason, row_check(*row), group_id)])
+        self.db.execute(_MOVE, (*values, drop_reason, row_check(*row), group_id))
 
-    def take(self, step: int, group_ids: Iterable[str]) -> None:
-        """Move the groups of a step's batch, in their order."""
+    def take(self, step: int, group_ids: Sequence[str]) -> None:
+        """Move the groups of a step's batch, in their order; each must be completed, with all its rollouts."""
         rows = []
         for position, group_id in enumerate(group_ids):
-            row = self._pop(group_id)
+            row = self._pop("taken", group_id)
             kept = row[_PLACE + 1 : _STEP]
             row = (*row[:_PLACE], "taken", *kept, step, position, *row[_REASON:])
-            rows.append((step, position, row_check(*row), group_id))
-        self._move_all("taken", _TAKE, rows, f"step {step}: ")
+            rows.append(("taken", step, position, row_check(*row), group_id))
+        if self.db.executemany(_TAKE, rows).rowcount != len(rows):
+            raise RunError(
+                f"journal: step {step} takes {', '.join(group_ids)}, allowed: completed groups with all "
+                "of their rollouts"
+            )
 
-    def _pop(self, group_id: str) -> tuple:
-        """The group's row as it was last written, and forget it; all None if never drawn."""
+    def _pop(self, kind: str, group_id: str) -> tuple:
+        """The group's row as it was last written, and forget it; raise unless such a move starts there."""
         row = self._unfinished.pop(group_id, None)
-        if row is None:
-            row = self.db.execute(_READ, (group_id,)).fetchone() or (None,) * len(_COLUMNS)
-        return row
-
-    def _move_all(self, kind: str, update: str, rows: Sequence[tuple], who: str = "") -> None:
-        """Move the groups; raise an error that names the first one which is not where it should be."""
-        if not rows:
-            return
-        db = self.db
-        db.execute("SAVEPOINT move")
-        if db.executemany(update, rows).rowcount == len(rows):
-            db.execute("RELEASE move")
-            return
-        db.execute("ROLLBACK TO move")
-        for row in rows:  # one by one, to find it
-            if db.execute(update, row).rowcount != 1:
-                state, allowed = self._state_of(row[-1]), " or ".join(_FROM[kind])
-                raise RunError(
-                    f"journal: {who}group {row[-1]} is {kind}: got {state}, allowed: {allowed}"
-                )
-
-    def _state_of(self, group_id: str) -> str:
-        """Say where a group is, as far as a move needs it."""
-        row = self.db.execute(
-            "SELECT place, status, step, num_rollouts FROM group_rows WHERE group_id = ?",
-            (group_id,),
-        ).fetchone()
-        if row is None:
-            return "a group that was never drawn"
-        place, status, step, num_rollouts = row
-        (stored,) = self.db.execute(
-            "SELECT COUNT(*) FROM rollout_rows WHERE group_id = ?", (group_id,)
-        ).fetchone()
-        where = place if step is None else f"{place} by step {step}"
-        return f"{where}, {status}, with {stored} of {num_rollouts or 0} rollouts"
+        row = row or self.db.execute(_READ, (group_id,)).fetchone()
+        if row is None or row[_PLACE] not in _FROM[kind]:
+            found = "a group that was never drawn" if row is None else row[_PLACE]
+            allowed = " or ".join(_FROM[kind])
+            raise RunError(f"journal: group {group_id} is {kind}: got {found}, allowed: {allowed}")
+        return tuple(row)
