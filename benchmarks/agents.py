@@ -1,20 +1,22 @@
 """What one model call of an agent costs the driver, without the model: matching, bridge, parsing, journal, HTTP.
 
-    python benchmarks/agents.py --sessions 1000 --turns 4
+    python benchmarks/agents.py --sessions 1000 --turns 8
     python benchmarks/agents.py --turns 8 --observation-tokens 512 --sessions 64
+    python benchmarks/agents.py --turns 8 --observation-tokens 512 --sessions 64 --device cuda --shape qwen0.5b
 
 All sessions run at once, on the bridged path: each answer is a tool call, each next request brings its
 result. The engine answers at once. Over HTTP the agents are a process of their own. Processor time of the
-driver, not wall time, so that other work on the machine changes little.
-With --observation-tokens, what the turns cost a real engine on a CPU, with the 1M-parameter shape of the
-demo: each turn brings so many new tokens, and the engine should compute these alone. Sampled tokens are not
-counted as new.
+driver, not wall time, so that other work on the machine changes little. The memory is that of the driver
+after so many sessions, and after as many again.
+With --observation-tokens, what the turns cost a real engine: each turn brings so many new tokens, and the
+engine should compute these alone. Sampled tokens are not counted as new. --forget keeps nothing between turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import resource
 import sys
@@ -29,7 +31,7 @@ import numpy as np
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
 from penstock.engine.transformers.engine import TransformersEngine
-from penstock.engine.transformers.options import TransformersOptions
+from penstock.engine.transformers.options import Load, TransformersOptions
 from penstock.rollout.agent.bridge import Bridge
 from penstock.rollout.agent.endpoint import Endpoint
 from penstock.rollout.agent.session import Limits, Session
@@ -111,7 +113,7 @@ async def start_agents(url: str, keys: list[str], turns: int) -> None:
 
 
 async def measure(sessions: int, turns: int, over_http: bool) -> tuple[float, float]:
-    """Return (milliseconds of processor time, of wall time) per call."""
+    """Return (milliseconds of processor time, of wall time) per call; a lost session is an error."""
     chat = ChatTemplate(load_tokenizer(POLICY))
     prompt = Prompt("p", (), chat.encode([{"role": "user", "content": "12+34"}]))
     bridge, engine = Bridge(chat), Instant(chat)
@@ -137,7 +139,7 @@ async def measure(sessions: int, turns: int, over_http: bool) -> tuple[float, fl
         else:
             await asyncio.gather(*(talk_inline(session, turns) for session in made))
         used, took = time.process_time() - used, time.perf_counter() - started
-        assert all(len(session.tree.calls) == turns for session in made)
+        assert all(len(session.tree.calls) == turns for session in made), "a session lost calls"
         assert all(len(session.tree.leaves()) == 1 for session in made), "it was rendered whole"
         await endpoint.close()
         journal.close()
@@ -166,27 +168,44 @@ async def converse(engine: TransformersEngine, number: int, turns: int, observed
         context = np.concatenate([context, made.token_ids])
 
 
-async def measure_engine(sessions: int, turns: int, observed: int) -> str:
+async def measure_engine(given: argparse.Namespace) -> str:
     """Run all sessions at once; return what they cost."""
     import torch
     from shapes import make_model
 
+    sessions, turns, observed = given.sessions, given.turns, given.observation_tokens
     fields = {"max_position_embeddings": 1 << 16, "eos_token_id": None}
+    dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
+    longest = turns * (observed + SAMPLED)
+    on_gpu = {"max_slots": 0, "load": Load(requests=sessions, longest=longest, sessions=True)}
     engine = TransformersEngine(
-        lambda: make_model("demo", torch.float32, "cpu", "penstock", **fields).eval(),
+        lambda: make_model(given.shape, dtype, given.device, "penstock", **fields).eval(),
         fetch=lambda _: [],
-        options=TransformersOptions(),
+        options=TransformersOptions(
+            device=given.device, **(on_gpu if given.device == "cuda" else {})
+        ),
     )
     await engine.start()
+    if given.forget:
+        engine._live_runner._tree._most_tokens = 0  # type: ignore[attr-defined]
+    await converse(engine, sessions, 2, observed)  # compiles kernels
+    before = (await engine.stats()).tokens_prefilled
     used, started = time.process_time(), time.perf_counter()
     await asyncio.gather(*(converse(engine, number, turns, observed) for number in range(sessions)))
     used, took = time.process_time() - used, time.perf_counter() - started
-    prefilled, new = (await engine.stats()).tokens_prefilled, sessions * turns * observed
+    prefilled = (await engine.stats()).tokens_prefilled - before
+    new = sessions * turns * observed
     await engine.close()
     return (
         f"{prefilled:,} tokens prefilled / {new:,} new = {prefilled / new:.3f}; "
         f"{sessions / used:.2f} sessions per CPU second, {sessions / took:.2f} by the clock"
     )
+
+
+def resident_mib() -> float:
+    """The memory of this process."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
 def main() -> None:
@@ -196,6 +215,9 @@ def main() -> None:
     parser.add_argument(
         "--observation-tokens", type=int, default=0, help="of each turn; real engine"
     )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--shape", default="demo", help="of the real engine's model, see shapes.py")
+    parser.add_argument("--forget", action="store_true", help="real engine: keep nothing")
     parser.add_argument("--agents", metavar="URL", help=argparse.SUPPRESS)
     given = parser.parse_args()
     least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -204,12 +226,15 @@ def main() -> None:
         asyncio.run(agents(given.agents, given.turns))
         return
     if given.observation_tokens:
-        sizes = (given.sessions, given.turns, given.observation_tokens)
-        print(asyncio.run(measure_engine(*sizes)))
+        print(asyncio.run(measure_engine(given)))
         return
     for name, over_http in (("in process", False), ("over HTTP", True)):
-        processor, wall = asyncio.run(measure(given.sessions, given.turns, over_http))
-        print(f"{name}: {processor:.2f} ms of processor time per call, {wall:.2f} ms of wall time")
+        for _ in range(2):
+            processor, wall = asyncio.run(measure(given.sessions, given.turns, over_http))
+            print(
+                f"{name}: {processor:.2f} ms of processor time per call, {wall:.2f} ms of wall time; "
+                f"{given.sessions} sessions whole, {resident_mib():.0f} MiB after them"
+            )
 
 
 if __name__ == "__main__":

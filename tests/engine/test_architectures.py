@@ -20,6 +20,7 @@ from penstock.engine.transformers.options import TransformersOptions
 from penstock.engine.transformers.sequences import Sequence
 from penstock.errors import UserError
 from penstock.model.loading import load_causal_lm
+from penstock.run.preflight import WITH_STATE
 from stages.tiny_architectures import UNBUILT, make, names
 
 # what needs its own kind of cache, or attention that ours is not
@@ -64,7 +65,7 @@ def sample(model: Any) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         )
         for length in (13, 2, 6)
     ]
-    assert all(runner.admit(sequence) for sequence in sequences)
+    assert all(runner.admit(sequence, sequence.request.num_tokens) for sequence in sequences)
     finished = runner.step(sequences, set())
     while not finished:
         finished = runner.step([], set())
@@ -85,6 +86,7 @@ def eager_logprobs(model: Any, prompt: np.ndarray, response: np.ndarray) -> np.n
 
 def test_the_lists_name_what_transformers_has() -> None:
     assert set(REFUSED.split()) | set(SAMPLE.split()) <= set(names()) - set(UNBUILT)
+    assert set(REFUSED.split()) >= WITH_STATE
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,9 @@ pytest.importorskip("triton")
 from penstock.engine.transformers.cuda import cuda_steps  # noqa: E402
 from penstock.engine.transformers.cuda.cuda_decoder import CudaDecoder  # noqa: E402
 from penstock.engine.transformers.cuda.cuda_steps import (  # noqa: E402
-    ChunkStep,
     DecodeStep,
     PrefillStep,
-    joined_ranges,
+    Prompt,
 )
 from penstock.engine.transformers.cuda.regions import KVPool  # noqa: E402
 from penstock.engine.transformers.kv_attention import KVShape  # noqa: E402
@@ -36,7 +35,11 @@ from penstock.model.attention import (  # noqa: E402
     OneSequence,
     causal_attention,
 )
-from penstock.model.kernels import row_tiles  # noqa: E402
+from penstock.model.kernels import decode_kernels, row_tiles  # noqa: E402
+from penstock.model.kernels.decode_kernels import sample_rows  # noqa: E402
+from penstock.training.exact import CudaArithmetic, ExactForward  # noqa: E402
+from penstock.training.pack import make_pack  # noqa: E402
+from penstock.training.policy import Policy  # noqa: E402
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
@@ -93,9 +96,8 @@ def test_prompts_and_decode_steps_have_the_logits_of_plain_torch(
     decoder.open(LONGEST)
     pool = KVPool.allocate(decoder.shape, 40, DEVICE)
     positions_T = torch.arange(ROWS, device=DEVICE)
-    rows = np.arange(ROWS)
     kept = torch.tensor([4, ROWS - 1], device=DEVICE)
-    prefill = PrefillStep(pool, np.array([ROWS]), rows, rows + 20)
+    prefill = PrefillStep(pool, [Prompt(np.arange(ROWS), 0, [20])])
     assert_close(decoder.logits(prefill, ids_T[:-1], positions_T, kept), wanted[kept])
     begin = torch.full_like(positions_T, 2)
     decode = DecodeStep(pool, begin, begin + positions_T, positions_T + 1)
@@ -133,8 +135,53 @@ def test_a_long_prompt_in_parts_has_the_logits_of_the_whole(case: str, dtype: to
     for first in range(0, ROWS, 6):
         part = ids_T[first : first + 6]
         positions = first + torch.arange(len(part), device=DEVICE)
-        step = ChunkStep(pool, 3, first, len(part))
+        step = PrefillStep(pool, [Prompt(np.arange(first + len(part)), first, [3])])
         assert_close(decoder.logits(step, part, positions, None), wanted[positions])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        c if c == "qwen 3" else pytest.param(c, marks=pytest.mark.slow)
+        for c in ("qwen 3", "gpt oss", "gemma 3")
+        + (() if INTERPRETED else ("mixtral", "phi 4 mini"))
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_exact_row_has_the_same_bits_in_a_prompt_its_parts_a_decode_step_and_a_trainer(
+    case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_steps, "decode_attention", decode_kernels.decode_attention)
+    engine, trained = make(case, dtype), make(case, dtype)
+    family = family_of(engine.config, LONGEST)
+    ids_T = draw_ids(ROWS)
+    ids, positions_T = ids_T.cpu().numpy(), torch.arange(ROWS, device=DEVICE)
+    with torch.inference_mode():
+        decoder = CudaDecoder(engine, family, exact=True)
+        decoder.open(LONGEST)
+        pool = KVPool.allocate(decoder.shape, 80, DEVICE)
+        whole = PrefillStep(pool, [Prompt(ids, 0, [20])], exact=True)
+        wanted = decoder.logits(whole, ids_T, positions_T, None)
+        for first in (0, 6):
+            prompt = Prompt(ids[: first + 6], first, [40])
+            rows_T = positions_T[first : first + 6]
+            step = PrefillStep(pool, [prompt], exact=True)
+            assert torch.equal(decoder.logits(step, ids_T[rows_T], rows_T, None), wanted[rows_T])
+        some_T = torch.tensor([ROWS - 1, 3, 8], device=DEVICE)
+        start_T = torch.full_like(some_T, 20)
+        step = DecodeStep(pool, start_T, start_T + some_T, some_T + 1, exact=True)
+        assert torch.equal(decoder.logits(step, ids_T[some_T], some_T, None), wanted[some_T])
+        key_T, temperature_T = torch.zeros_like(ids_T), torch.ones(ROWS, device=DEVICE)
+        _, wanted_T = sample_rows(wanted[:-1].contiguous(), key_T, key_T, temperature_T, ids_T[1:])
+    policy = Policy(trained, longest=LONGEST)
+    policy.exact = ExactForward(policy.family, CudaArithmetic(trained, policy.family))
+    other = np.concatenate([ids[:9], ids[:3]])  # shares a prompt of nine tokens
+    predictors = [np.arange(8, ROWS - 1), np.arange(8, len(other) - 1)]
+    pack = make_pack([0, 1], [ids, other], predictors, [0, len(predictors[0])], DEVICE)
+    assert pack.layout.shared is not None
+    actual_N, _ = policy(pack, torch.ones(len(pack.target_N), device=DEVICE))
+    known = pack.token_N < len(predictors[0])
+    assert torch.equal(actual_N[known], wanted_T[8 + torch.from_numpy(pack.token_N[known])])
 
 
 @torch.inference_mode()
@@ -167,9 +214,9 @@ def test_joint_weights_follow_an_update_under_the_checkpoints_names() -> None:
     load_weights(model, new)
     plain = make("llama with biases")
     load_weights(plain, new)
-    ids_T, rows = draw_ids(5), np.arange(5)
+    ids_T = draw_ids(5)
     pool = KVPool.allocate(decoder.shape, 5, DEVICE)
-    step = PrefillStep(pool, np.array([5]), rows, rows)
+    step = PrefillStep(pool, [Prompt(np.arange(5), 0, [0])])
     got = decoder.logits(step, ids_T, torch.arange(5, device=DEVICE), None)
     assert_close(got, plain_logits(plain, family, ids_T))
 
@@ -181,9 +228,9 @@ def test_packed_prompts_attend_as_each_by_itself(dtype: torch.dtype, window: int
     lengths = np.array([6, 1, 9])
     shape = KVShape(layers=1, heads=2, key_size=16, value_size=16, dtype=dtype)
     pool = KVPool.allocate(shape, 40, DEVICE)
-    target = joined_ranges(np.array([20, 0, 30]), lengths)
-    assert target.tolist() == [*range(20, 26), 0, *range(30, 39)]
-    step = PrefillStep(pool, lengths, np.arange(16), target)
+    starts = [20, 0, 30]
+    prompts = [Prompt(np.arange(n), 0, [start]) for n, start in zip(lengths, starts, strict=True)]
+    step = PrefillStep(pool, prompts)
     draw = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(1, heads, 16, 16, generator=draw).to(DEVICE, dtype) for heads in (4, 2, 2)
@@ -191,7 +238,12 @@ def test_packed_prompts_attend_as_each_by_itself(dtype: torch.dtype, window: int
     call = AttentionCall(query, key, value, 0.3, window, None, None)
     got = step.attend(0, call)
     wanted = torch.cat(
-        [causal_attention(call, slice(first, end)) for first, end in ((0, 6), (6, 7), (7, 16))],
+        [
+            causal_attention(AttentionCall(*parts, 0.3, window, None, None))
+            for parts in zip(
+                *(x.split(lengths.tolist(), 2) for x in (query, key, value)), strict=True
+            )
+        ],
         dim=2,
     )
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2

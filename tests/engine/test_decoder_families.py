@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from penstock.engine.transformers.engine import TransformersEngine
-from penstock.engine.transformers.options import TransformersOptions
+from penstock.engine.transformers.kv_attention import IMPLEMENTATION
+from penstock.engine.transformers.options import Load, TransformersOptions
 from penstock.errors import UserError
 from stages import tiny_policy as tiny
 from stages.decoder_cases import CASES, make_decoder, make_image_model
@@ -79,3 +80,19 @@ def test_a_model_that_computes_something_else_is_refused_with_the_difference() -
             await make_engine(model).start()
 
     run(main)
+
+
+def test_long_rope_of_a_models_own_code_is_refused_where_rows_would_change_each_other() -> None:
+    def start(longest: int) -> None:
+        async def main() -> None:
+            model = make_decoder("phi 4 mini")
+            model.set_attn_implementation(IMPLEMENTATION)
+            engine = make_engine(model, fuse=False, load=Load(longest=longest))
+            await engine.start()
+            await engine.close()
+
+        run(main)
+
+    start(32)
+    with pytest.raises(UserError, match=r"at most 32 tokens; use engine vllm for longer ones$"):
+        start(33)

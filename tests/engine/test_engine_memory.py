@@ -34,6 +34,9 @@ def test_regions_never_overlap_and_nothing_is_lost(sizes: list[int], random: obj
         assert all(start + size <= s or s + n <= start for s, n in held.items())
         assert start + size <= 100
         held[start] = size
+        if held and size % 3 == 0 and regions.extend(start, size, 2):
+            held[start] += 2
+            assert all(start + size + 2 <= s or s <= start for s in held)
     for start, size in held.items():
         regions.free(start, size)
     assert regions.reserve(100) == 0

@@ -20,6 +20,12 @@ LARGE = 28 * 2 * 4 * 128 * 2
     [
         # an H200: all 1024 requests fit, the KV cache is what they need and not 60 % of the memory
         (Load(requests=1024, longest=384), {}, Sizes(slots=1024, tokens=1024 * 386)),
+        # sessions: as much again for what the next turns go on from
+        (
+            Load(requests=1024, longest=384, sessions=True),
+            {},
+            Sizes(slots=1024, tokens=2 * 1024 * 386),
+        ),
         # no more slots than requests, but never fewer than 16
         (Load(requests=200, longest=384), {}, Sizes(slots=200, tokens=200 * 386)),
         (Load(requests=4, longest=384), {}, Sizes(slots=16, tokens=16 * 386)),
@@ -96,6 +102,12 @@ def test_a_token_budget_that_does_not_fit_is_refused() -> None:
         (["produce.strategy=sync"], 0, 2, Load(requests=256, longest=2148)),
         (["produce.over_sample_threshold=0.5"], 0, 2, Load(requests=640, longest=2148)),
         (["sync.every_steps=3", "produce.max_staleness=0"], 0, 2, Load(requests=768, longest=2148)),
+        (
+            ["tasks.train.agent=mine.py:rollout"],
+            0,
+            2,
+            Load(requests=512, longest=0, sessions=True),  # an agent's contexts have any length
+        ),
         (["launch.num_producers=3"], 0, 4, Load(requests=171, longest=2148)),
         # two engines on one of three GPUs: the trainer has the first, engines 0 and 2 share the second
         (

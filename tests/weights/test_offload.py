@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from penstock.engine.transformers.cuda.cuda_runner import CudaRunner
 from penstock.engine.transformers.options import TransformersOptions
+from penstock.engine.transformers.prefix_tree import PrefixTree
+from penstock.engine.transformers.sequences import SlotTable
 from penstock.errors import RunError
 from penstock.weights.offload import HostOffload, explain_out_of_memory
 
@@ -157,7 +159,8 @@ class RunnerOnCpu(CudaRunner):
     """The part of a CUDA runner that offloads, over a model on the CPU."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.model, self.prompts, self._options = model, {}, TransformersOptions()
+        self.model, self._options = model, TransformersOptions()
+        self._tree, self.table = PrefixTree(0), SlotTable(0, ())
         self._host_offload = HostOffload(self._tensors, devices=("cpu",))
         self._decoder = None
         self.full = False

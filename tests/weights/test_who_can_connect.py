@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.compat.weight_broadcast import join_group
+from penstock.compat.producers import join_group
 from penstock.errors import UserError
 from penstock.training.parallel import ranks
 from penstock.weights.broadcast import WeightGroup, connect_store, is_loopback, open_store

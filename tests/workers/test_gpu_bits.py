@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
+from penstock.config.demo import resolve_model_path
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
 from penstock.inspection.audit import take_audit
 from penstock.run.job import Job
@@ -31,6 +34,8 @@ RUNS = {
     "lora": ["model.lora.rank=4"],
     "colocate": ["launch.colocate=true"],
     "two updates": ["train.mini_batches=2", "algorithm.kl_beta=0.05"],
+    "exact": ["model.arithmetic=exact"],
+    "experts": [],
 }
 KILLED_DRIVER = """
 import asyncio, os, signal, sys
@@ -47,6 +52,19 @@ async def disturb(job, step):
         job.trainer.train = killed
 run(config_of(Path(sys.argv[1]), "driver", *sys.argv[2:]), disturb)
 """
+
+
+def model_of_experts(folder: Path) -> Path:
+    """A small random mixture of experts with the demo's tokenizer."""
+    config = transformers.AutoConfig.for_model(
+        "qwen3_moe", vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=8,
+        num_experts_per_tok=2, moe_intermediate_size=128, max_position_embeddings=256,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(resolve_model_path("demo")).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +91,14 @@ def penstock(*words: str) -> tuple[int, str]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", RUNS)
 def test_two_equal_runs_share_all_digests_and_a_replay_agrees(tmp_path: Path, kind: str) -> None:
-    first, second = (run(config_of(tmp_path, name, SYNC, *RUNS[kind]))[0] for name in "ab")
+    words = [SYNC, *RUNS[kind]]
+    if kind == "experts":
+        words.append(f"model.path={model_of_experts(tmp_path / 'model')}")
+    first, second = (run(config_of(tmp_path, name, *words))[0] for name in "ab")
     assert digests(first) == digests(second)
+    if kind == "exact":
+        rows = (first.path / "metrics.jsonl").read_text().splitlines()
+        assert {json.loads(row)["mismatch/kl"] for row in rows} == {0.0}
     code, text = penstock("replay", str(first.path))
     assert code == 0, text
     assert "every digest is the journalled one" in text

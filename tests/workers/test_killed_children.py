@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.reward import math_pool
+from penstock.reward import math_answer
 from penstock.rollout.agent.function import INSIDE
 from penstock.run.job import Job
 from penstock.store.run_folder import RunFolder
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("warm_workers")
 
 COMPARED = """
 import itertools
-from penstock.reward.math_pool import MathPool
+from penstock.reward.math_answer import MathPool
 from penstock.reward.protocol import Reward
 from penstock.types import Score
 from stages.rewards import odd_reward
@@ -73,7 +73,7 @@ def test_killed_processes_of_a_reward_leave_no_trace_in_the_weights(
 
     async def disturb(job: Job, step: int) -> None:
         if step:
-            killed.append(kill_children(math_pool.__name__))
+            killed.append(kill_children(math_answer.__name__))
 
     rewards = f"tasks.train.rewards=[{{type='{tmp_path / 'compared.py'}:Compared'}}]"
     folder, _ = run(config_of(tmp_path, "rewards", "produce.strategy=sync", rewards), disturb)

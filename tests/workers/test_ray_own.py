@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.compat.weight_broadcast import join_group, send_state_dict
+from penstock.compat.producers import join_group, send_state_dict
 from penstock.config import ModelConfig
 from penstock.config.demo import policy_path
 from penstock.run.job import Job

@@ -60,6 +60,7 @@ class GenerationRequest:
     seed: int
     response_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     session: str = ""  # requests of one session continue each other; "": it has no other request
+    adapter: str = ""  # one that the engine holds; "": the model as it is
 
     @property
     def num_tokens(self) -> int:

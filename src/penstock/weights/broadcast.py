@@ -1,7 +1,7 @@
 """Broadcast of weights within a process group: rank 0 sends, all other ranks receive.
 
 Used from a vLLM engine to its workers, and between the processes of a user
-(`compat/weight_broadcast.py`). The group is independent of any other torch.distributed group of its
+(`compat/producers.py`). The group is independent of any other torch.distributed group of its
 members. gloo sends from host memory, NCCL from a GPU; tensors on another device are copied through a
 bucket. A dead member ends a transfer after `timeout_s`.
 """

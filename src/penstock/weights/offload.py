@@ -1,22 +1,26 @@
 """Host offload: tensors move from device memory to host memory and come back bit for bit.
 
 Works on storages, so names, optimizers and views are not affected; tensors that share a storage move once,
-and of a DTensor the shard of this rank moves. The host memory is pinned, allocated once and reused. Who
-uses the device when is decided by the launcher.
+and of a DTensor the shard of this rank moves. The host memory is pinned, allocated once and reused; torch's own pinned
+memory comes in powers of two, nearly twice of what a large matrix needs. Who uses the device when is decided by the launcher.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.errors import RunError
 
-CHUNK_BYTES = 256 * 2**20  # a power of two, as pinned memory is allocated in such sizes
+CHUNK_BYTES = 256 * 2**20
+_PORTABLE, _MAPPED = 1, 2  # for every device, and at the same address there
 _ALIGN = 64
 
 
@@ -105,7 +109,7 @@ class HostOffload:
             while number < len(self._chunks) and offset + size > len(self._chunks[number]):
                 number, offset = number + 1, 0
             if number == len(self._chunks):
-                self._chunks.append(_host_memory(max(size, self._chunk_bytes)))
+                self._chunks.append(host_memory(max(size, self._chunk_bytes)))
             views.append(self._chunks[number][offset : offset + size])
             offset += -(-size // _ALIGN) * _ALIGN
         return views
@@ -125,16 +129,28 @@ def first_sentences(error: torch.OutOfMemoryError) -> str:
     return ". ".join(str(error).strip().splitlines()[0].split(". ")[:3]).rstrip(".")
 
 
-def _host_memory(size: int) -> torch.Tensor:
-    pinned = torch.cuda.is_initialized()
+def host_memory(size: int, setting: str = "launch.colocate") -> torch.Tensor:
+    """Bytes of zero in main memory; pinned, and at an address that a kernel can use, if this process uses a GPU."""
     try:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-    except RuntimeError as error:
+        pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_HUGEPAGE)  # pinned many times as fast as small ones
+        array = np.frombuffer(pages, np.uint8, size)
+        if torch.cuda.is_initialized():
+            _pin(array)
+    except (OSError, RuntimeError) as error:
         line = str(error).strip().splitlines()[0]
         raise RunError(
-            f"launch.colocate: got no {size / 2**20:.0f} MiB of pinned host memory to offload to ({line}), "
-            "allowed: more memory on the host, or launch.colocate=false"
+            f"{setting}: got no {size / 2**20:.0f} MiB of pinned host memory ({line}), "
+            f"allowed: more memory on the host, or {setting}=false"
         ) from error
+    return torch.from_numpy(array)
+
+
+def _pin(array: np.ndarray) -> None:
+    """Pin an array's pages as long as it lives."""
+    cuda, address = torch.cuda.cudart(), array.ctypes.data
+    torch.cuda.check_error(int(cuda.cudaHostRegister(address, array.nbytes, _PORTABLE | _MAPPED)))
+    weakref.finalize(array, cuda.cudaHostUnregister, address).atexit = False
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,13 +9,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.workers.pool.requests import EngineLoad, Scheduler, Work
+from penstock.workers.pool.requests import EngineLoad, PromptBatch, Scheduler
 
 SLOTS = 4
 
 
-def work(size: int = 1, *, longest: int = 100, prompt: int = 10, least_version: int = 0) -> Work:
-    return Work(size=size, tokens=size * (longest + prompt), least_version=least_version)
+def work(
+    size: int = 1, *, longest: int = 100, prompt: int = 10, least_version: int = 0
+) -> PromptBatch:
+    return PromptBatch(size=size, tokens=size * (longest + prompt), least_version=least_version)
 
 
 def scheduler_of(engines: int, *, slots: int = SLOTS) -> Scheduler:
@@ -160,7 +162,7 @@ def test_an_engine_several_times_slower_than_the_fastest_is_named() -> None:
     assert [scheduler.slower_than(index) for index in range(3)] == [None, None, 0]
 
 
-def chosen_by_a_look_at_all(scheduler: Scheduler, one: Work) -> int | None:
+def chosen_by_a_look_at_all(scheduler: Scheduler, one: PromptBatch) -> int | None:
     """Return the engine that the rules of docs/workers.md choose, found the long way."""
     members, common = scheduler.engines, scheduler.slots
     bound = math.inf if len(members) == 1 else 1.25 / max(0.125, scheduler._fill or 0.5)
@@ -200,8 +202,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(self, engines: int) -> None:
         self.engines, self.now = [EngineLoad() for _ in range(engines)], 0.0
         self.scheduler = Scheduler(self.engines, SLOTS)
-        self.waiting: list[Work] = []
-        self.bound: list[Work] = []
+        self.waiting: list[PromptBatch] = []
+        self.bound: list[PromptBatch] = []
 
     def _bind(self) -> None:
         bindings = self.scheduler.bindings(self.now)

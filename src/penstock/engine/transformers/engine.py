@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -74,9 +75,11 @@ class TransformersEngine:
         self._inbox.close()
 
     @classmethod
-    def from_config(cls, config: Config, *, fetch: Fetch, index: int = 0) -> Self:
+    def from_config(
+        cls, config: Config, *, fetch: Fetch, index: int = 0, adapters: bool = False
+    ) -> Self:
         """Build the engine that a config describes; `index` counts the engines of a run."""
-        options = TransformersOptions.from_config(config, index)
+        options = replace(TransformersOptions.from_config(config, index), adapters=adapters)
         return cls(
             lambda: _load_model(options, config.model),
             fetch=fetch,
@@ -153,6 +156,23 @@ class TransformersEngine:
             weights = await self._fetch_weights(source)
             return await self._ask(lambda: self._switch(version, weights, source.digest))
 
+    @property
+    def holds_adapters(self) -> bool:
+        """Whether requests may name adapters: the model's family runs through the decoder."""
+        return self._runner is not None and self._runner.adapters is not None
+
+    async def hold_adapter(self, name: str, source: WeightHandle) -> None:
+        """Fetch and check an adapter, and keep it beside the model; see `RowAdapters.hold`."""
+        async with self._fetching:
+            weights = await asyncio.to_thread(checked_weights, self._fetch, source)
+            await self._ask(lambda: self._live_runner.hold_adapter(name, weights))
+
+    async def drop_adapter(self, name: str) -> None:
+        """Forget an adapter that no request uses."""
+        adapters = self._live_runner.adapters
+        assert adapters is not None
+        await self._ask(lambda: adapters.drop(name))
+
     async def _fetch_weights(self, source: WeightHandle) -> dict[str, torch.Tensor]:
         """Checked weights; any error but ours (of the device) ends the engine."""
         if self._runner is None:
@@ -210,6 +230,10 @@ class TransformersEngine:
             if last is not None and _differ_by_seed(request, last):
                 continue
             if runner is not None:
+                if not (runner.adapters.holds(request.adapter) if runner.adapters else not request.adapter):  # fmt: skip
+                    raise UserError(
+                        f"request {request.request_id}: got adapter {request.adapter!r}, allowed: one that is held"
+                    )
                 check_request(request, vocabulary=runner.vocabulary, longest=runner.longest)
             if request.sampling.stop:
                 self._text_of([])  # raises if there is no tokenizer
@@ -312,10 +336,11 @@ class TransformersEngine:
                 cost = 0  # computed in the same step
             size = sequence.num_prefill_tokens + self._expected_rest(sequence)
             if (admitted and prefill_tokens + cost > self._options.prefill_limit) or (
-                limit and expected and expected + size > limit
+                expected and expected + size > limit
             ):
                 break
-            if not runner.admit(sequence):
+            # the first request gets all that it may need, so that one at least always ends
+            if not runner.admit(sequence, size if expected else sequence.request.num_tokens):
                 break
             self._forget_waiting(self._waiting.popleft())
             if sequence.prompt_key:
@@ -329,7 +354,7 @@ class TransformersEngine:
 
     @property
     def _most_tokens(self) -> int:
-        """The most tokens of the running requests; 0: slots alone bound them."""
+        """The most tokens of the running requests."""
         return self._options.max_tokens_in_flight or self._live_runner.kv_tokens
 
     def _expected_rest(self, sequence: Sequence, num_new: int = 0) -> int:
@@ -351,23 +376,27 @@ class TransformersEngine:
 
     def _make_room(self) -> bool:
         """Send the newest requests back to the queue until the next step fits; False: some were sent."""
-        table, limit = self._live_runner.table, self._most_tokens
-        slots = [sequence.slot for sequence in table.running]
-        if not limit or int(table.length[slots].sum()) + len(slots) <= limit:
-            return True
-        self._synchronize()
-        running = sorted(table.running, key=lambda sequence: sequence.number)
-        held = sum(int(table.length[sequence.slot]) + 1 for sequence in running)
-        while len(running) > 1 and held > limit:
-            newest = running.pop()
-            held -= int(table.length[newest.slot]) + 1
+        table, fits = self._live_runner.table, True
+        while not self._fits():
+            if fits:
+                self._synchronize()  # which may end some
+                fits = False
+                continue
+            newest = max(table.running, key=lambda sequence: sequence.number)
             ids, logprobs = table.output(newest.slot)
             choices = self._live_runner.choices(newest.slot)
             self._live_runner.release(newest.slot)
             newest.send_back(ids, logprobs, choices)
             self._waiting.appendleft(newest)
             self._expected_response *= _LONGER
-        return False
+        return fits
+
+    def _fits(self) -> bool:
+        """Whether there is memory for one token more of each running request."""
+        table = self._live_runner.table
+        slots = [sequence.slot for sequence in table.running]
+        within = int(table.length[slots].sum()) + len(slots) <= self._most_tokens
+        return (within or len(slots) <= 1) and self._live_runner.make_room()
 
     def _forget_waiting(self, sequence: Sequence) -> None:
         if sequence.prompt_key:
@@ -546,6 +575,7 @@ def _describe(error: BaseException) -> str:
 def _differ_by_seed(first: GenerationRequest, second: GenerationRequest) -> bool:
     """Whether two requests ask the same of an engine but for the seed, as those of a group do."""
     same = first.prompt_ids is second.prompt_ids and first.sampling is second.sampling
+    same = same and first.adapter == second.adapter
     return same and not len(first.response_ids) and not len(second.response_ids)
 
 

@@ -25,7 +25,7 @@ from penstock.model.decoder_check import (
     eager_attention,
     token_logprobs,
 )
-from penstock.model.families import Family
+from penstock.model.families import Family, long_rope_from
 
 IMPLEMENTATION = "penstock"
 
@@ -121,6 +121,12 @@ def probe_shape(model: torch.nn.Module, longest: int) -> KVShape:
     `longest` is the run's longest sequence.
     """
     name, probe = type(model).__name__, OneSequence()
+    if (length := long_rope_from(model.config, longest)) is not None:
+        raise UserError(
+            f"engine transformers: got {name} with sequences of up to {longest} tokens, of which one of more than "
+            f"{length} would turn the positions of all others otherwise (long rope); allowed: sequences of at most "
+            f"{length} tokens; use engine vllm for longer ones"
+        )
     try:
         _of_one_sequence(model, probe, torch.zeros(2, dtype=torch.int64))
     except (

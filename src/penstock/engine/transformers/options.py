@@ -36,6 +36,7 @@ class Load:
     longest: int = 0  # most tokens of one request, prompt and response; 0: the model's positions
     engines: int = 1  # engines on the same device, this one included
     beside_trainer: bool = False  # a trainer works on the same device at the same time
+    sessions: bool = False  # requests go on from earlier ones
 
     @classmethod
     def of(cls, config: Config, index: int, gpus: int) -> Load:
@@ -60,6 +61,9 @@ class Load:
             longest=config.longest_sequence,
             engines=engines,
             beside_trainer=beside,
+            sessions=any(
+                task.agent not in ("single_turn", "demonstration") for task in tasks.values()
+            ),
         )
 
 
@@ -84,6 +88,10 @@ class TransformersOptions:
     max_slots: int = CPU_SLOTS  # 0: chosen from the GPU's memory and `load`
     load: Load = field(default_factory=Load)
     threads: int = 1
+    keep_sessions: bool = (
+        False  # sessions go on over new weights with the keys and values they have
+    )
+    adapters: bool = False  # hold adapters beside the model, which requests name
     # [engine.options]
     max_tokens_in_flight: int = 0  # prompts and responses; 0: as slots and memory can hold
     prefill_rows: int = 0  # most prompt tokens to prefill in one step; 0: chosen by the device
@@ -124,6 +132,7 @@ class TransformersOptions:
             max_slots=config.engine.max_slots or (0 if device.type == "cuda" else CPU_SLOTS),
             load=Load.of(config, index, torch.cuda.device_count()),
             threads=config.engine.threads,
+            keep_sessions=config.sync.on_update == "keep",
             **check_options(cls, cls.OPTION_NAMES, config.engine.options),
         )
 
@@ -169,7 +178,8 @@ def choose_sizes(
     Slots: as many as there are requests, if the KV cache can hold a quarter of the longest request in each:
     prompts are rarely as long as they may be. KV cache: what the longest request in each slot needs, at most
     `kv_memory_share` of the free memory; engines on one device share it evenly, and a trainer that works
-    beside them keeps half of the device. Requests that do not fit wait for others to end.
+    beside them keeps half of the device. Requests that do not fit wait for others to end. Sessions get twice
+    as many tokens: what a turn computes is kept for the next one.
     """
     for_engines = total // 2 if load.beside_trainer else total
     usable = min(free, for_engines // load.engines)
@@ -179,7 +189,7 @@ def choose_sizes(
     slots = max_slots or max(LEAST_SLOTS, most)
     ceiling = slots * (min(positions, max_tokens_in_flight or longest) + 2)
     if not max_tokens_in_flight:
-        return Sizes(slots=slots, tokens=min(fits, ceiling))
+        return Sizes(slots=slots, tokens=min(fits, (1 + load.sessions) * ceiling))
     needed = max_tokens_in_flight + 2 * slots
     room = int(free * kv_memory_share) // bytes_per_token
     if needed > room:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from penstock.engine.protocol import FinishReason, Generation, GenerationRequest, SamplingParams
+from penstock.engine.transformers.adapters import RowAdapters
+from penstock.engine.transformers.prefix_tree import Node, PrefixTree
 from penstock.model.sampling import RowSampling, stream_key, uniforms
 from penstock.types import Choices, VersionSegment, extend_segments
 
@@ -38,6 +40,9 @@ class Sequence:
     slot: int = -1  # -1: the request waits for a slot
     marks: list[tuple[int, int]] = field(default_factory=list)  # (new tokens so far, version)
     prompt_key: bytes = b""  # equal prompts have equal keys and share one prefill
+    root: Node | None = (
+        None  # of the prefix tree, while in a slot; None: earlier weights computed its tokens
+    )
     # new tokens of its earlier turns in a slot, their log-probs, and what they were chosen from
     earlier_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     earlier_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
@@ -45,12 +50,22 @@ class Sequence:
 
     def __post_init__(self) -> None:
         if not len(self.request.response_ids):
-            self.prompt_key = self.request.prompt_ids.astype(np.int32).tobytes()
+            prompt = self.request.prompt_ids.astype(np.int32).tobytes()
+            self.prompt_key = self.request.adapter.encode() + prompt
 
     @property
     def token_ids(self) -> np.ndarray:
         """The ids to prefill: prompt and partial response."""
         return np.concatenate([self.request.prompt_ids, self.request.response_ids])
+
+    def known(self, tree: PrefixTree) -> int:
+        """The leading tokens, all but the last at most, whose keys and values are stored."""
+        ids = self.token_ids
+        return tree.known(ids[:-1], self.root_in(tree))
+
+    def root_in(self, tree: PrefixTree) -> Node:
+        """Where it finds what is stored."""
+        return tree.root_of(self.request.session, self.token_ids, self.request.adapter)
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -125,8 +140,10 @@ class Sequence:
 class SlotTable:
     """Columns indexed by slot. `num_new` counts a request's new tokens, `index` its whole response."""
 
-    def __init__(self, num_slots: int, end_ids: tuple[int, ...]) -> None:
-        self.end_ids = end_ids
+    def __init__(
+        self, num_slots: int, end_ids: tuple[int, ...], adapters: RowAdapters | None = None
+    ) -> None:
+        self.end_ids, self._adapters = end_ids, adapters
         self.sequences: list[Sequence | None] = [None] * num_slots
         self.free_slots = list(range(num_slots - 1, -1, -1))
         self.key = np.zeros(num_slots, np.uint64)
@@ -140,6 +157,7 @@ class SlotTable:
         self.num_new = np.zeros(num_slots, np.int64)
         self.has_stop_strings = np.zeros(num_slots, np.bool_)
         self.last_token = np.zeros(num_slots, np.int64)
+        self.adapter = np.zeros(num_slots, np.int64)  # its number in the engine
         self.length = np.zeros(num_slots, np.int64)  # tokens whose keys and values are stored
         self.stop_ids = np.full((num_slots, max(1, len(end_ids))), -1, np.int64)
         self.out_ids = np.zeros((num_slots, 256), np.int32)
@@ -166,6 +184,8 @@ class SlotTable:
         self.has_stop_strings[slot] = bool(sampling.stop)
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(stops)] = stops
+        if self._adapters is not None:
+            self.adapter[slot] = self._adapters.number(request.adapter)
         return slot
 
     def _widen(self, sampling: SamplingParams) -> list[int]:
@@ -182,6 +202,18 @@ class SlotTable:
             more = ((0, 0), (0, len(stops) - self.stop_ids.shape[1]))
             self.stop_ids = np.pad(self.stop_ids, more, constant_values=-1)
         return stops
+
+    def stored_ids(self, slot: int) -> np.ndarray:
+        """The ids of a request so far; of the first `length`, keys and values are stored."""
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        return np.concatenate([sequence.token_ids, self.output(slot)[0]])
+
+    def outdate(self, *, keep_sessions: bool) -> None:
+        """New weights: what running requests computed serves nobody, but sessions that go on."""
+        for sequence in self.running:
+            if not (keep_sessions and sequence.request.session):
+                sequence.root = None
 
     def vacate(self, slot: int) -> None:
         self.sequences[slot] = None
@@ -277,20 +309,21 @@ class SlotTable:
         num_new = int(self.num_new[slot])
         return self.out_ids[slot, :num_new].copy(), self.out_logprobs[slot, :num_new].copy()
 
-    def choices(self, slot: int, experts: np.ndarray | None = None) -> Choices | None:
-        """What the new tokens so far were chosen from; `experts`, int16, are those of all passes of the slot."""
+    def choices(self, slot: int, experts_LPC: torch.Tensor) -> Choices | None:
+        """What the new tokens so far were chosen from; the experts are those of all passes of the slot, see `StoredKV`."""
         sequence, num_new, kept = self.sequences[slot], int(self.num_new[slot]), self.kept[slot]
         assert sequence is not None
-        if not num_new or (experts is None and not kept):
+        if not num_new or not (kept or experts_LPC.shape[2]):
             return None
         prefill = sequence.num_prefill_tokens
         first = prefill - 1 if len(sequence.request.response_ids) else 0
         choices = Choices.unknown(prefill + num_new - 1 - first)
         choices.num_kept[len(choices) - len(kept) :] = [len(ids) for ids in kept]
         choices = replace(choices, kept_ids=np.concatenate([choices.kept_ids, *kept]))
-        if experts is None:
+        if not experts_LPC.shape[2]:
             return choices
-        taken = experts[first : first + len(choices)]
+        taken_LPC = experts_LPC[:, first : first + len(choices)]
+        taken = taken_LPC.transpose(0, 1).flatten(1).cpu().numpy()
         kind = np.uint8 if taken.max(initial=0) < 256 else np.uint16
         return replace(choices, experts=taken.astype(kind))
 
@@ -300,15 +333,6 @@ class SlotTable:
         return [sequence for sequence in self.sequences if sequence is not None]
 
 
-@dataclass(slots=True, frozen=True)
-class CachedPrompt:
-    """A prefilled prompt on a GPU, kept while equal prompts still wait."""
-
-    keys: torch.Tensor  # [layers, length, kv heads, size]
-    values: torch.Tensor
-    logits_V: torch.Tensor  # logits of the last token
-
-
 class Runner(Protocol):
     """Runs a model over the requests in slots. Knows no threads, events or weight versions."""
 
@@ -316,14 +340,21 @@ class Runner(Protocol):
     table: SlotTable
     vocabulary: int  # size of the vocabulary
     longest: int  # most tokens of one request, prompt and response
-    kv_tokens: int  # most tokens of the running requests; 0: `admit` alone bounds them
+    kv_tokens: int  # most tokens of the running requests
     batch_invariant: bool
 
-    def admit(self, sequence: Sequence) -> bool:
-        """Reserve a slot and memory for the next step's prefill; False: none is free now."""
+    @property
+    def adapters(self) -> RowAdapters | None:
+        """The adapters that requests may name; None: the engine holds none."""
 
     def known(self, sequence: Sequence) -> int:
-        """The leading tokens of a request whose keys and values are stored."""
+        """The leading tokens of a waiting request whose keys and values are stored."""
+
+    def admit(self, sequence: Sequence, expected: int) -> bool:
+        """Reserve a slot, and memory for the tokens that are expected at the end; False: none is free now."""
+
+    def make_room(self) -> bool:
+        """Reserve memory for one token more of each running request; False: not all have it."""
 
     def step(self, new: list[Sequence], keep_prompts: set[bytes]) -> Finished:
         """Prefill `new` and decode one token for all others; return what has finished and why.
@@ -341,7 +372,13 @@ class Runner(Protocol):
         """Free a slot and its memory."""
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
-        """Copy checked weights into the model, asleep or awake; drop stored keys and values."""
+        """Copy checked weights into the model, asleep or awake; drop stored keys and values.
+
+        With `keep_sessions` of the options, sessions that go on keep theirs.
+        """
+
+    def hold_adapter(self, name: str, weights: dict[str, torch.Tensor]) -> None:
+        """Keep an adapter that requests may name."""
 
     def sleep(self) -> None:
         """Release memory. No request may be in a slot."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -89,14 +89,13 @@ class EnginePool:
         self._requests = Requests(
             self._engines,
             self._scheduler,
-            judge=self._judge,
+            ask=self._ask,
             until_one_serves=self._until_one_serves,
             note=events.note,
         )
         self._least_version = 0  # the oldest weights that new requests may be generated with
         self._after_update: list[Callable[[], Awaitable[None]]] = []  # called once
         self._scaling = asyncio.Lock()
-        self._is_closed = False
         self._switching = asyncio.Lock()  # held to load weights, to join, to fall asleep, to wake
         self._gpu_released = asyncio.Event()  # not set: the trainer holds the GPU
         self._gpu_released.set()
@@ -270,7 +269,7 @@ class EnginePool:
         )
         async with self._reserve_start(engine):
             await engine.supervised.start()
-            if self._is_closed:  # the run ended meanwhile
+            if self._requests.closed:  # the run ended meanwhile
                 await engine.supervised.close()
                 raise EngineError(f"{engine.name}: the run has ended")
             self._adopt(engine)
@@ -306,7 +305,7 @@ class EnginePool:
             yield None
             return
         try:
-            yield LentEngine(engine, self._judge, self._stats_of)
+            yield LentEngine(engine, self._ask, self._stats_of)
         except RunError:
             await self._take_back(engine)
             raise
@@ -339,35 +338,35 @@ class EnginePool:
     async def generate(self, request: GenerationRequest) -> Generation:
         return (await self.generate_many([request]))[0]
 
-    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-        return await self._requests.generate_many(requests, self._least_version)
+    def generate_many(
+        self, requests: list[GenerationRequest]
+    ) -> Coroutine[Any, Any, list[Generation]]:
+        return self._requests.generate_many(requests, self._least_version)
 
     async def abort(self, request_id: str) -> None:
         await self._requests.abort(request_id)
         self._changed.set()
 
-    async def _judge(
-        self,
-        engine: Engine,
-        requests: list[GenerationRequest],
-        answer: list[Generation] | RunError,
+    async def _ask(
+        self, engine: Engine, requests: list[GenerationRequest]
     ) -> tuple[list[Generation], bool]:
-        """What requests get from an engine's answer or error, and whether the engine died.
+        """What requests get from an engine, and whether it died; those that failed with it can be retried.
 
-        Raise an error of its part if the engine lives. Requests that failed with a death can be retried.
+        Raise an error of its part if the engine lives.
         """
-        if isinstance(answer, WorkerDied):
-            self._lost(engine)
-        if isinstance(answer, RunError):
-            failed = [empty_answer(r.request_id, "error", str(answer)) for r in requests]
-            died = isinstance(answer, WorkerDied) or not await self._is_alive(engine)
-            if isinstance(answer, PartFailed) and not died:
-                raise answer
-            return failed, died
+        try:
+            answers: list[Generation] = await engine.supervised.call("generate_many", requests)
+        except (WorkerDied, PartFailed, EngineError) as error:
+            if isinstance(error, WorkerDied):
+                self._lost(engine)
+            died = isinstance(error, WorkerDied) or not await self._is_alive(engine)
+            if isinstance(error, PartFailed) and not died:
+                raise
+            return [empty_answer(r.request_id, "error", str(error)) for r in requests], died
         if engine.loading is not None:
-            self._weights.sampled(engine.loading, answer)
-        has_failed = any(generation.finish_reason == "error" for generation in answer)
-        return answer, has_failed and not await self._is_alive(engine)
+            self._weights.sampled(engine.loading, answers)
+        has_failed = any(generation.finish_reason == "error" for generation in answers)
+        return answers, has_failed and not await self._is_alive(engine)
 
     # ---- all engines
 
@@ -442,7 +441,6 @@ class EnginePool:
         )
 
     async def close(self) -> None:
-        self._is_closed = True
         self._requests.close()
         self._end_waiting()
         for engine in self._engines:

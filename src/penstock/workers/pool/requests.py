@@ -26,7 +26,7 @@ from operator import attrgetter
 import numpy as np
 
 from penstock.engine.protocol import EngineStats, FinishReason, Generation, GenerationRequest
-from penstock.errors import EngineError, PartFailed, RunError, WorkerDied
+from penstock.errors import EngineError, RunError, WorkerDied
 from penstock.types import WeightHandle
 from penstock.workers.supervise.supervised import Supervised
 
@@ -49,8 +49,8 @@ _LEAST_S = 1e-9  # an answer took at least so long: speeds stay finite
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Work:
-    """Requests that share a prompt and go to one engine together."""
+class PromptBatch:
+    """Requests of one prompt, which go to one engine together; those in `left` have no answer yet."""
 
     size: int  # number of requests
     tokens: int  # the most that the requests can hold, prompts and responses
@@ -60,6 +60,25 @@ class Work:
     is_queued: bool = False
     since: float = 0.0  # time at which it was bound
     ahead: int = 0  # outstanding tokens of the engine when this work was bound, its own included
+    left: list[GenerationRequest] = field(default_factory=list)
+    done: dict[str, Generation] = field(default_factory=dict)
+    aborted: set[str] = field(default_factory=set)  # request ids that a caller aborted
+    binding: asyncio.Future[bool] | None = None  # set while queued; False: left the queue
+    last_engine_deaths: int = 0  # engines that died with this batch while no other engine served
+
+    def end(
+        self, reason: FinishReason, names: Collection[str] | None = None, error: str = ""
+    ) -> None:
+        """Answer requests of `left` (all of them, or those of `names`) with no tokens."""
+        chosen = {request.request_id for request in self.left}
+        if names is not None:
+            chosen &= set(names)
+        self.done.update((name, empty_answer(name, reason, error)) for name in chosen)
+        self.left = [request for request in self.left if request.request_id not in chosen]
+
+    def wake(self, is_bound: bool) -> None:
+        if self.binding is not None and not self.binding.done():
+            self.binding.set_result(is_bound)
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +107,7 @@ class Scheduler:
         self.held = False
         self.waiting = 0  # requests in the queue
         self.running = 0  # requests that are bound
-        self._queue: deque[Work] = deque()
+        self._queue: deque[PromptBatch] = deque()
         self._speed = 0.0  # average of all engines
         self._fill = 0.0  # share of bound requests that still run; 0: unknown
 
@@ -119,7 +138,7 @@ class Scheduler:
 
     # ---- binding
 
-    def offer(self, work: Work, now: float, *, first: bool = False) -> int | None:
+    def offer(self, work: PromptBatch, now: float, *, first: bool = False) -> int | None:
         """Bind work now and return its engine, or queue it (`first`: at the head) and return None.
 
         The longer the queue, the more engines are worth using: call `bindings` after None.
@@ -137,7 +156,7 @@ class Scheduler:
             self._queue.append(work)
         return None
 
-    def bindings(self, now: float) -> Iterator[Work]:
+    def bindings(self, now: float) -> Iterator[PromptBatch]:
         """Bind queued work for as long as engines have free slots; yield what was bound."""
         while self._queue:
             work = self._queue[0]
@@ -152,16 +171,16 @@ class Scheduler:
             else:
                 self._queue.popleft()
 
-    def withdraw(self, work: Work) -> None:
+    def withdraw(self, work: PromptBatch) -> None:
         """Take work out of the queue, if it is there."""
         if work.is_queued:
             work.is_queued = False
             self.waiting -= work.size
 
-    def queued(self) -> list[Work]:
+    def queued(self) -> list[PromptBatch]:
         return [work for work in self._queue if work.is_queued]
 
-    def release(self, work: Work, now: float, lengths: Sequence[int] = ()) -> None:
+    def release(self, work: PromptBatch, now: float, lengths: Sequence[int] = ()) -> None:
         """Unbind work that left its engine; measure the engine by the `lengths` of its responses."""
         assert work.engine is not None
         engine, work.engine = self.engines[work.engine], None
@@ -177,7 +196,7 @@ class Scheduler:
         engine.answers += 1
         self._fill = _average(self._fill, sum(lengths) / (len(lengths) * longest))
 
-    def _bind(self, work: Work, index: int, now: float) -> None:
+    def _bind(self, work: PromptBatch, index: int, now: float) -> None:
         engine = self.engines[index]
         engine.requests += work.size
         engine.tokens += work.tokens
@@ -185,7 +204,7 @@ class Scheduler:
         work.engine, work.since, work.ahead = index, now, engine.tokens
         self.running += work.size
 
-    def _choose(self, work: Work) -> int | None:
+    def _choose(self, work: PromptBatch) -> int | None:
         """The engine that takes this work now, by the seconds of work that it has; or None.
 
         The next turn of a session goes to the engine that holds the turns before, if it has a free slot.
@@ -228,7 +247,7 @@ class Scheduler:
                 chosen, least_s = engine, seconds
         return chosen
 
-    def _least_pace(self, work: Work) -> float:
+    def _least_pace(self, work: PromptBatch) -> float:
         """The pace below which the other engines would finish the queue before one response is made.
 
         Engines with weights that are too old for this work finish nothing of it.
@@ -287,31 +306,6 @@ class Engine(EngineLoad):
         return self.supervised.name
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class PromptBatch(Work):
-    """Requests of one prompt; those in `left` have no answer yet, the others are in `done`."""
-
-    left: list[GenerationRequest]
-    done: dict[str, Generation] = field(default_factory=dict)
-    aborted: set[str] = field(default_factory=set)  # request ids that a caller aborted
-    binding: asyncio.Future[bool] | None = None  # set while queued; False: left the queue
-    last_engine_deaths: int = 0  # engines that died with this batch while no other engine served
-
-    def end(
-        self, reason: FinishReason, names: Collection[str] | None = None, error: str = ""
-    ) -> None:
-        """Answer requests of `left` (all of them, or those of `names`) with no tokens."""
-        chosen = {request.request_id for request in self.left}
-        if names is not None:
-            chosen &= set(names)
-        self.done.update((name, empty_answer(name, reason, error)) for name in chosen)
-        self.left = [request for request in self.left if request.request_id not in chosen]
-
-    def wake(self, is_bound: bool) -> None:
-        if self.binding is not None and not self.binding.done():
-            self.binding.set_result(is_bound)
-
-
 def empty_answer(request_id: str, reason: FinishReason, error: str = "") -> Generation:
     """A response without tokens."""
     return Generation(
@@ -324,11 +318,8 @@ def empty_answer(request_id: str, reason: FinishReason, error: str = "") -> Gene
     )
 
 
-# Judges the answer of an engine, or its error: returns what its requests get, and whether it died.
-Judge = Callable[
-    [Engine, list[GenerationRequest], list[Generation] | RunError],
-    Awaitable[tuple[list[Generation], bool]],
-]
+# Lets an engine generate: returns what the requests get, and whether the engine died.
+Ask = Callable[[Engine, list[GenerationRequest]], Awaitable[tuple[list[Generation], bool]]]
 
 
 async def abort_on(engine: Engine, request_ids: list[str]) -> None:
@@ -348,14 +339,14 @@ class Requests:
         engines: Sequence[Engine],
         scheduler: Scheduler,
         *,
-        judge: Judge,
+        ask: Ask,
         until_one_serves: Callable[[PromptBatch], Awaitable[None]],
         note: Callable[[str], None],
     ) -> None:
         """engines: by their index; more may be added."""
         self.closed = False
         self._engines, self._scheduler = engines, scheduler
-        self._judge, self._until_one_serves, self._note = judge, until_one_serves, note
+        self._ask, self._until_one_serves, self._note = ask, until_one_serves, note
         self._batches: dict[str, PromptBatch] = {}  # request without an answer -> its batch
         self._holders: dict[str, int] = {}  # session -> engine of its last response, oldest first
         self._aborting: set[asyncio.Task[None]] = set()
@@ -393,11 +384,7 @@ class Requests:
                     batch.end("abort", batch.aborted)
                 try:
                     if batch.left:
-                        try:
-                            answer = await engine.supervised.call("generate_many", batch.left)
-                        except (WorkerDied, PartFailed, EngineError) as error:
-                            answer = error
-                        answers, died = await self._judge(engine, batch.left, answer)
+                        answers, died = await self._ask(engine, batch.left)
                 except asyncio.CancelledError:  # the engine would go on with what nobody waits for
                     self._abort_later(engine, [request.request_id for request in batch.left])
                     raise
@@ -487,15 +474,13 @@ class Requests:
     def bind_queued(self) -> None:
         """Bind queued requests for as long as engines have free slots."""
         if self._scheduler.waiting:
-            for work in self._scheduler.bindings(asyncio.get_running_loop().time()):
-                assert isinstance(work, PromptBatch)
-                work.wake(True)
+            for batch in self._scheduler.bindings(asyncio.get_running_loop().time()):
+                batch.wake(True)
 
     def unqueue_all(self) -> None:
         """Let queued requests wait for an engine that serves."""
-        for work in self._scheduler.queued():
-            assert isinstance(work, PromptBatch)
-            self._unqueue(work)
+        for batch in self._scheduler.queued():
+            self._unqueue(batch)
 
     def _release(self, batch: PromptBatch, answers: Sequence[Generation] = ()) -> None:
         """Unbind a batch; if all its responses have ended, measure the engine by their lengths."""
@@ -556,20 +541,13 @@ class LentEngine:
     """One engine that was set aside; its death is an EngineError to its user."""
 
     def __init__(
-        self,
-        engine: Engine,
-        judge: Judge,
-        stats: Callable[[Engine], Awaitable[EngineStats]],
+        self, engine: Engine, ask: Ask, stats: Callable[[Engine], Awaitable[EngineStats]]
     ) -> None:
         """stats: raises WorkerDied if the engine has died."""
-        self._engine, self._judge, self._stats = engine, judge, stats
+        self._engine, self._ask, self._stats = engine, ask, stats
 
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-        try:
-            answer = await self._engine.supervised.call("generate_many", requests)
-        except (WorkerDied, PartFailed, EngineError) as error:
-            answer = error
-        generations, died = await self._judge(self._engine, requests, answer)
+        generations, died = await self._ask(self._engine, requests)
         if died:
             raise EngineError(f"{self._engine.name}: it died with {len(requests)} requests")
         return generations

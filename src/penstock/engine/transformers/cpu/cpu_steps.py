@@ -18,7 +18,7 @@ from torch.nn import functional
 from penstock.engine.transformers.cpu.buckets import Bucket, BucketedKV
 from penstock.engine.transformers.kv_attention import KVShape
 from penstock.engine.transformers.prefix_tree import Node, StoredKV
-from penstock.model.attention import AttentionCall, Step, plain_attention
+from penstock.model.attention import AttentionCall, Step, expert_numbers, plain_attention
 
 QUANTUM = 16  # attention lengths are multiples of it: a vector remainder would change a row's bits
 _QUERIES = 128  # tokens of a run that attend together: they see no keys that only later ones need
@@ -53,11 +53,8 @@ class RowsStep(Step):
     def choose(
         self, layer: int, kept_K: torch.Tensor | None, expert_RC: torch.Tensor
     ) -> torch.Tensor:
-        """Record the router's choice; rows that are not kept have no experts in the layer."""
-        number_RC = expert_RC.to(torch.int16) + 1
-        if kept_K is not None:
-            number_RC = torch.zeros(self._used, number_RC.shape[1], dtype=torch.int16)
-            number_RC[kept_K] = expert_RC.to(torch.int16) + 1
+        """Record the router's choice."""
+        number_RC = expert_numbers(expert_RC, kept_K, self._used)
         self._decode.record(layer, number_RC)
         self._prefill.record(layer, number_RC)
         return expert_RC
@@ -152,7 +149,7 @@ class PrefillRows:
             self.spans.append(Span(node, start))
             start = self.spans[-1].end
         self._rows_of = {span.node: slice(span.start, span.end) for span in self.spans}
-        self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
+        self._masks: Masks = {}
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
         rows = self.spans[-1].end - self.spans[0].start if self.spans else 0
@@ -178,12 +175,7 @@ class PrefillRows:
             keys, values = (torch.stack(tensors) for tensors in zip(*seen, strict=True))
             query = call.query[0, :, rows].transpose(0, 1).unflatten(0, (-1, length))
             target = output[0, rows].unflatten(0, (-1, length))
-            for first in range(0, length, _QUERIES):
-                part = slice(first, first + _QUERIES)
-                visible = round_up(min(before + part.stop, before + length), QUANTUM)
-                mask = self._mask(before + first, min(length, part.stop) - first, visible, call)
-                visible_keys = keys[:, :, :visible], values[:, :, :visible]
-                attend_runs(query[:, part], *visible_keys, mask, call, target[:, part])
+            attend_parts(query, keys, values, before, call, target, self._masks)
 
     def finish(self) -> Iterator[tuple[Node, StoredKV]]:
         """Each computed node with its keys and values."""
@@ -210,21 +202,44 @@ class PrefillRows:
                 values[:, tokens] = part.kv.values[layer].transpose(0, 1)
         return keys, values
 
-    def _mask(self, first: int, count: int, visible: int, call: AttentionCall) -> torch.Tensor:
-        """The additive mask [queries, keys] of tokens from `first` on; built once for all layers."""
-        shape = first, count, visible, call.window
-        if shape not in self._masks:
-            position, key_L = torch.arange(first, first + count), torch.arange(visible)
-            hidden = key_L[None, :] > position[:, None]
-            if call.window is not None:
-                hidden |= key_L[None, :] <= position[:, None] - call.window
-            mask = torch.zeros(hidden.shape, dtype=call.key.dtype)
-            self._masks[shape] = mask.masked_fill_(hidden, -torch.inf)
-        return self._masks[shape]
-
 
 def _shape(span: Span) -> tuple[int, int]:
     return span.node.start, len(span.node.ids)
+
+
+Masks = dict[tuple[int, int, int, int | None], torch.Tensor]  # built once for all layers
+
+
+def attend_parts(
+    query_CLHD: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    before: int,
+    call: AttentionCall,
+    output_CLHD: torch.Tensor,
+    masks: Masks,
+) -> None:
+    """Attend for runs of tokens behind `before` others, over keys padded to QUANTUM, some tokens at a time."""
+    length = query_CLHD.shape[1]
+    for first in range(0, length, _QUERIES):
+        part = slice(first, min(length, first + _QUERIES))
+        visible = round_up(before + part.stop, QUANTUM)
+        shape = before + first, part.stop - first, visible, call.window
+        if shape not in masks:
+            masks[shape] = _mask(*shape, key.dtype)
+        seen = key[:, :, :visible], value[:, :, :visible]
+        attend_runs(query_CLHD[:, part], *seen, masks[shape], call, output_CLHD[:, part])
+
+
+def _mask(
+    first: int, count: int, visible: int, window: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """The additive mask [queries, keys] of tokens from `first` on."""
+    position, key_L = torch.arange(first, first + count), torch.arange(visible)
+    hidden = key_L[None, :] > position[:, None]
+    if window is not None:
+        hidden |= key_L[None, :] <= position[:, None] - window
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 def attend_runs(

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.model.decoder_weights import Linear, ModuleProducts
-from penstock.model.joint_weights import PlainLinear, can_join, join_weights
+from penstock.model.decoder_weights import Linear
+from penstock.model.joint_weights import JointProducts, PlainLinear
 
 PACKED_FOR_ROWS = 32  # the row count that the layout is chosen for; any count may be multiplied
 LEAST_BYTES = 16 * 2**20  # least size of all packed weights; smaller ones fit a cache
@@ -80,26 +79,20 @@ class BlasLinear(PlainLinear):
         self._transposed.copy_(self.weight.t())
 
 
-class ModelLinears:
-    """The matrix products of one model, all of one kind, so that an update can refresh them; see `Products`."""
+class ModelLinears(JointProducts):
+    """The matrix products of one model, all of one kind, so that an update can refresh them."""
 
     def __init__(self, kind: type[PlainLinear]) -> None:
         self.kind = kind
         self.sizes: set[tuple[int, int]] = set()  # inputs and outputs
         self._all: list[PlainLinear] = []
 
-    def joint(self, modules: list[Any]) -> Linear:
-        """One product of layers of one input; modules of another kind (quantised ones) are called."""
-        if not can_join(modules):
-            return ModuleProducts().joint(modules)
-        return self._make(*join_weights(modules))
-
     def stacked(self, weight_EOI: torch.Tensor, bias_EO: torch.Tensor | None) -> list[Linear]:
         biases = [None] * len(weight_EOI) if bias_EO is None else bias_EO.detach().unbind()
         weights = weight_EOI.detach().unbind()
-        return [self._make(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        return [self.product(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
-    def _make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PlainLinear:
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PlainLinear:
         outputs, inputs = weight.shape
         self.sizes.add((inputs, outputs))
         self._all.append(self.kind(weight, bias))

@@ -18,7 +18,12 @@ from penstock.model.families import Family
 from penstock.model.joint_weights import LinearStack, PlainLinear
 from penstock.model.kernels import row_tiles
 from penstock.model.kernels.decode_kernels import turn_heads
-from penstock.model.kernels.expert_kernels import add_expert_outputs, expert_gates, route
+from penstock.model.kernels.expert_kernels import (
+    add_expert_outputs,
+    best_experts,
+    expert_gates,
+    sort_entries,
+)
 from penstock.model.kernels.row_kernels import (
     ACTIVATIONS,
     add_norm,
@@ -29,7 +34,7 @@ from penstock.model.kernels.row_kernels import (
     project_and_store,
 )
 from penstock.model.kernels.row_tiles import Norm
-from penstock.model.ops import Choose, Table, TorchOps, activation
+from penstock.model.ops import Choose, Table, TorchOps, activation, route
 
 
 class CudaOps:
@@ -131,7 +136,7 @@ class CudaOps:
     def mlp(self, family: Family, weights: LayerWeights, choose: Choose, x_RD: Tensor) -> Tensor:
         *_, before, after = weights.norms
         if isinstance(weights.mlp, ExpertWeights):
-            return self._experts(family, weights, weights.mlp, x_RD)
+            return self._experts(family, weights, weights.mlp, choose, x_RD)
         gates, down = weights.mlp
         return self._add("down", family, x_RD, self._gate(family, before, gates, x_RD), down, after)
 
@@ -150,7 +155,12 @@ class CudaOps:
         return gate_values(gates(self.norm(family, x_RD, norm)), family.activation)
 
     def _experts(
-        self, family: Family, weights: LayerWeights, mlp: ExpertWeights, x_RD: Tensor
+        self,
+        family: Family,
+        weights: LayerWeights,
+        mlp: ExpertWeights,
+        choose: Choose,
+        x_RD: Tensor,
     ) -> Tensor:
         row, (*_, before, after) = family.experts, weights.norms
         assert row is not None
@@ -160,12 +170,17 @@ class CudaOps:
         assert isinstance(gates, LinearStack)
         assert isinstance(down, LinearStack)
         normed_RD = self.norm(family, x_RD, before)
-        routes = route(
-            mlp.router(normed_RD),
+        logit_RE = mlp.router(normed_RD)
+        weight_RC, best_RC = best_experts(
+            logit_RE,
             row.count,
             renormalises=row.renormalises or not row.router_in_float32,
             rounds=not row.weights_in_float32,
         )
+        expert_RC = choose(best_RC)
+        if expert_RC is not best_RC:  # a check's
+            weight_RC = route(row, logit_RE, lambda _: expert_RC)[0].float()
+        routes = sort_entries(weight_RC, expert_RC, logit_RE.shape[1])
         gated_NF = expert_gates(normed_RD, routes, gates, family.activation, row.clamp)
         return add_expert_outputs(x_RD, gated_NF, routes, down)
 

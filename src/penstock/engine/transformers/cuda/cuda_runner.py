@@ -12,34 +12,31 @@ import gc
 import sys
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from penstock.engine.transformers.adapters import NONE
 from penstock.engine.transformers.cuda.cuda_decoder import CudaDecoder
 from penstock.engine.transformers.cuda.cuda_steps import (
-    ChunkStep,
     DecodeStep,
     PrefillStep,
+    Prompt,
     joined_ranges,
 )
-from penstock.engine.transformers.cuda.regions import KVPool, Regions
+from penstock.engine.transformers.cuda.regions import KVPool, Regions, Rows
 from penstock.engine.transformers.kv_attention import own_logits, probe_shape
 from penstock.engine.transformers.options import (
     TransformersOptions,
+    check_router_replay,
     choose_sizes,
     describe,
     longest_request,
 )
-from penstock.engine.transformers.sequences import (
-    CachedPrompt,
-    Finished,
-    Sequence,
-    SlotTable,
-    TextOf,
-)
+from penstock.engine.transformers.prefix_tree import Node, PrefixTree
+from penstock.engine.transformers.sequences import Finished, Sequence, SlotTable, TextOf
 from penstock.errors import UserError
 from penstock.model.arithmetic import any_order, has_experts
 from penstock.model.attention import Step
@@ -89,6 +86,7 @@ class DeviceState:
         self.start, self.index = column(torch.int64), column(torch.int64)
         self.key, self.temperature = column(torch.int64), column(torch.float32)
         self.min_index = column(torch.int64)
+        self.adapter = torch.full((slots + 1,), NONE, dtype=torch.int32, device=device)
         self.stops = torch.full((slots + 1, num_stops), -1, dtype=torch.int64, device=device)
         self.rows = torch.full((slots,), slots, dtype=torch.int64, device=device)
 
@@ -110,22 +108,21 @@ class CudaRunner:
         self._device = next(model.parameters()).device
         torch.cuda.set_device(self._device)
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
-        self.batch_invariant, self.kv_tokens = False, 0
+        self.batch_invariant = False
+        self._exact = options.arithmetic == "exact"
         self._decoder = self._make_decoder()
+        self.adapters = None if self._decoder is None else self._decoder.adapters
         self._shape = (
             probe_shape(model, self._longest) if self._decoder is None else self._decoder.shape
         )
         self._slots, self._tokens = self._choose_sizes()
-        self.table = SlotTable(self._slots, end_ids(model))
+        self.kv_tokens = self._tokens - 1
+        self.table = SlotTable(self._slots, end_ids(model), self.adapters)
         self._serial = np.zeros(self._slots, np.int64)
         self._launched = np.zeros(self._slots, np.int64)  # tokens, whether read yet or not
-        self._region: dict[int, tuple[int, int]] = {}
-        self.prompts: dict[bytes, CachedPrompt] = {}
-        if options.router_replay:
-            raise UserError(
-                "engine.options.router_replay: got true with an engine on a GPU, whose kernels record no experts "
-                "yet, allowed: false, or model.device=cpu"
-            )
+        self._start, self._size = np.zeros((2, self._slots), np.int64)  # regions
+        self._known = np.zeros(self._slots, np.int64)  # tokens that a new request need not compute
+        self._tree = PrefixTree(self._tokens)
         self._pending: deque[Launch] = deque()
         self._active: list[int] = []
         self._rows_changed = True
@@ -138,12 +135,18 @@ class CudaRunner:
         """The family's decoder, checked against the model; None: the model's own code runs."""
         longest = self._longest
         family = family_of(self.model.config, longest) if self._options.fuse else None
-        decoder, line = (
-            None,
-            "the model's own code runs, which is slower than the decoder of a family",
-        )
+        if self._options.router_replay:
+            check_router_replay(self.model, family)
+        decoder = None
+        line = "the model's own code runs, which is slower than the decoder of a family"
+        if self._exact and (family is None or self._options.adapters):
+            raise UserError(
+                f"model.arithmetic: got exact with {type(self.model).__name__} and its own code or adapters, "
+                "allowed: deterministic or fast"
+            )
         if family is not None:
-            decoder = CudaDecoder(self.model, family)
+            how = {"records": self._options.router_replay, "adapters": self._options.adapters}
+            decoder = CudaDecoder(self.model, family, **how, exact=self._exact)
             decoder.check(longest)
             line = f"{decoder.shape.layers} layers decode by kernels"
         print(f"engine on {self._device}: {line}", file=sys.stderr, flush=True)
@@ -185,10 +188,8 @@ class CudaRunner:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, SampledTokens]] = {}
         if self._decoder is not None:
             self._decoder.open(self.longest + 2)  # the host reads one step late
-        if self._options.cuda_graphs and self._can_capture():
-            tell_stage("capturing CUDA graphs")
-            with _no_collection():
-                self._capture_all()
+        with _no_collection():
+            self._capture_all()
 
     def _can_capture(self) -> bool:
         """Whether a decode step needs nothing of the host, as a graph requires."""
@@ -197,37 +198,55 @@ class CudaRunner:
 
     # ---- calls from the engine
 
-    def admit(self, sequence: Sequence) -> bool:
+    def known(self, sequence: Sequence) -> int:
+        return sequence.known(self._tree)
+
+    def admit(self, sequence: Sequence, expected: int) -> bool:
         if not self.table.free_slots:
             return False
-        size = sequence.request.num_tokens + 1  # the host reads one step late
-        start = self._regions.reserve(size)
+        longest = sequence.request.num_tokens + 1  # the host reads one step late
+        size = min(longest, max(expected + 1, self.kv_tokens // self._slots))
+        start = self._reserve(size)
         if start is None:
             return False
         slot = self.table.occupy(sequence)
-        self._region[slot] = (start, size)
+        self._start[slot], self._size[slot] = start, size
         self._serial[slot] += 1
         self._launched[slot] = 0
+        self._take_known(sequence)
         return True
 
-    def known(self, sequence: Sequence) -> int:
-        return sequence.num_prefill_tokens if sequence.prompt_key in self.prompts else 0
+    def make_room(self) -> bool:
+        active_N = np.array(self._active, np.int64)
+        full_N = active_N[self.table.length[active_N] >= self._size[active_N]]
+        return all(self._grow(int(slot)) for slot in full_N)
 
     def step(self, new: list[Sequence], keep_prompts: set[bytes]) -> Finished:
         if new:
-            self._prefill(new, keep_prompts)
+            self._open_slots(new, keep_prompts)
         if self._active:
             self._decode()
         return self._read(_LAG)
 
     def choices(self, slot: int) -> Choices | None:
-        return self.table.choices(slot)
+        return self.table.choices(slot, self._pool.experts[:, int(self._start[slot]) :])
 
     def synchronize(self) -> Finished:
         return self._read(0)
 
     def release(self, slot: int) -> None:
-        self._regions.free(*self._region.pop(slot))
+        """Free the slot; a session leaves its tokens to the prefix tree."""
+        sequence, start, size = (
+            self.table.sequences[slot],
+            int(self._start[slot]),
+            int(self._size[slot]),
+        )
+        assert sequence is not None
+        path, session = list[Node](), sequence.request.session
+        if session and sequence.root is not None:
+            ids, length = self.table.stored_ids(slot), int(self.table.length[slot])
+            path = self._tree.end(session, sequence.root, ids, length)
+        self._give(path, start, size)
         self._serial[slot] += 1
         self.table.vacate(slot)
         self._active.remove(slot)
@@ -239,11 +258,24 @@ class CudaRunner:
                 self._host_offload.current(tensor).copy_(weights[name])
         else:
             load_weights(self.model, weights)
-        self.prompts.clear()
+        keep = self._options.keep_sessions
+        self._free(self._tree.renew(keep_sessions=keep))
+        self.table.outdate(keep_sessions=keep)
+
+    def hold_adapter(self, name: str, weights: dict[str, torch.Tensor]) -> None:
+        assert self.adapters is not None
+        if self.adapters.widen(weights) and self._graphs:  # which read the old stacks
+            torch.cuda.synchronize(self._device)
+            self._graphs = {}
+            self._state.rows.fill_(len(self._state.rows))  # capturing runs steps, of padding
+            self._rows_changed = True
+            with _no_collection():
+                self._capture_all()
+        self.adapters.hold(name, weights)
 
     def sleep(self) -> None:
         """Release the KV cache and the graphs; move the weights to the host."""
-        self.prompts.clear()
+        self._tree.clear()
         for released in ("_pool", "_graphs", "_state"):
             self.__dict__.pop(released, None)
         if self._decoder is not None:
@@ -271,104 +303,151 @@ class CudaRunner:
     def _tensors(self) -> list[torch.Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]
 
+    # ---- memory
+
+    def _reserve(self, size: int) -> int | None:
+        """Reserve a region; what the prefix tree keeps makes room for it."""
+        while (start := self._regions.reserve(size)) is None and self._tree.tokens:
+            self._free([self._tree.forget_one()])
+        return start
+
+    def _free(self, forgotten: list[Rows]) -> None:
+        for rows in forgotten:
+            self._regions.free(rows.start, rows.count)
+
+    def _give(self, path: list[Node], start: int, size: int) -> None:
+        """Give the tree the tokens of a region that begins with those of a path; free the rest.
+
+        What the path had elsewhere is freed too: a session stays in one piece, or holes would be small.
+        """
+        used = path[-1].end if path else 0
+        self._regions.free(start + used, size - used)
+        self._free([node.kv for node in path if node.kv is not None])
+        for node in path:
+            self._tree.store(node, Rows(start + node.start, len(node.ids)))
+        self._free(self._tree.trim())
+
+    def _take_known(self, sequence: Sequence) -> None:
+        """Copy what is stored for a request into its region."""
+        ids, slot = sequence.token_ids, sequence.slot
+        sequence.root = sequence.root_in(self._tree)
+        known = 0
+        for rows, count in self._tree.read(ids[:-1], sequence.root):
+            self._pool.copy(rows.start, int(self._start[slot]) + known, count)
+            known += count
+        self._known[slot] = known
+
+    def _grow(self, slot: int) -> bool:
+        """Make a request's region twice as large, in its place or in another; False: there is none."""
+        sequence, start, size = (
+            self.table.sequences[slot],
+            int(self._start[slot]),
+            int(self._size[slot]),
+        )
+        assert sequence is not None
+        larger = min(2 * size, sequence.request.num_tokens + 1)
+        if self._regions.extend(start, size, larger - size):
+            self._size[slot] = larger
+            return True
+        target = self._reserve(larger)
+        if target is None:
+            return False
+        self._pool.copy(start, target, size)
+        self._regions.free(start, size)
+        self._start[slot], self._size[slot] = target, larger
+        self._state.start[slot] = target
+        return True
+
     # ---- prefill and decode
 
-    def _prefill(self, new: list[Sequence], keep_prompts: set[bytes]) -> None:
-        unique: dict[bytes | int, list[Sequence]] = {}
-        cached_logits: dict[int, torch.Tensor] = {}
+    def _open_slots(self, new: list[Sequence], keep_prompts: set[bytes]) -> None:
+        """Compute the first token of new requests; those that lack only one prompt token decode with the others."""
+        groups: dict[tuple[bytes | int, int], list[Sequence]] = {}
+        decoding = []
         for sequence in new:
-            cached = self.prompts.get(sequence.prompt_key)
-            if cached is None:
-                unique.setdefault(sequence.prompt_key or id(sequence), []).append(sequence)
+            known = int(self._known[sequence.slot])
+            if known and known == sequence.num_prefill_tokens - 1:
+                decoding.append(sequence)
             else:
-                start, length = self._region[sequence.slot][0], cached.keys.shape[1]
-                self._pool.keys[:, start : start + length] = cached.keys
-                self._pool.values[:, start : start + length] = cached.values
-                cached_logits[sequence.slot] = cached.logits_V
-        groups = list(unique.values())
-        logits_UV = self._prefill_rows(groups) if groups else None
-        order, source, logits = [], [], []
-        for i, group in enumerate(groups):
-            order += [sequence.slot for sequence in group]
-            source += [i] * len(group)
-        if logits_UV is not None:
-            logits.append(logits_UV[self._on_device(np.array(source))])
-        if cached_logits:
-            order += list(cached_logits)
-            logits.append(torch.stack(list(cached_logits.values())))
-        self._keep(groups, logits_UV, keep_prompts)
-        self._set_state(order)
-        slots_N = np.array(order, np.int64)
-        self._launch(self._sample(torch.cat(logits), self._on_device(slots_N), 0), slots_N)
-        self._active += order
+                key = sequence.prompt_key or id(sequence), known
+                groups.setdefault(key, []).append(sequence)
+        if groups:
+            self._prefill(list(groups.values()), keep_prompts)
+        if decoding:
+            slots = [sequence.slot for sequence in decoding]
+            self.table.length[slots] -= 1
+            self._set_state(slots, first=-1)
+            last = np.array([sequence.token_ids[-1] for sequence in decoding], np.int64)
+            self._state.token[self._on_device(np.array(slots))] = self._on_device(last)
+            self._active += slots
         self._rows_changed = True
 
-    def _prefill_rows(self, groups: list[list[Sequence]]) -> torch.Tensor:
-        """Compute each group's prompt once, store it in the region of each member; return its last logits."""
-        limit = self._options.prefill_limit
-        if len(groups) == 1 and groups[0][0].num_prefill_tokens > limit:
-            return self._prefill_in_chunks(groups[0], limit)
-        lengths = np.array([group[0].num_prefill_tokens for group in groups])
-        starts = np.cumsum(lengths) - lengths
-        members = [len(group) for group in groups]
-        regions = np.array([self._region[member.slot][0] for group in groups for member in group])
-        stored = np.repeat(lengths, members)
-        source = joined_ranges(np.repeat(starts, members), stored)
-        step = PrefillStep(self._pool, lengths, source, joined_ranges(regions, stored))
-        ids = np.concatenate([group[0].token_ids for group in groups]).astype(np.int64)
-        positions = joined_ranges(np.zeros_like(starts), lengths)
-        rows = [self._on_device(array) for array in (ids, positions, starts + lengths - 1)]
-        return self._logits(step, *rows)
+    def _prefill(self, groups: list[list[Sequence]], keep_prompts: set[bytes]) -> None:
+        """Compute each group's prompt once, store it in the region of each member, and sample."""
+        prompts, kept = [], []
+        for group in groups:
+            sequence, known = group[0], int(self._known[group[0].slot])
+            regions = [int(self._start[member.slot]) for member in group]
+            size = sequence.num_prefill_tokens
+            if not known and sequence.prompt_key in keep_prompts:
+                start = self._reserve(size)
+                if start is not None:
+                    regions.append(start)
+                    kept.append((sequence, start, size))
+            adapter = int(self.table.adapter[sequence.slot])
+            prompts.append(Prompt(sequence.token_ids, known, regions, adapter))
+        logits_UV = self._prompt_logits(prompts)
+        for sequence, start, size in kept:
+            self._give(self._tree.path(sequence.token_ids, sequence.root), start, size)
+        order = [member.slot for group in groups for member in group]
+        source = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+        self._set_state(order, first=0)
+        slots_N = np.array(order, np.int64)
+        logits_NV = logits_UV[self._on_device(source)]
+        self._launch(self._sample(logits_NV, self._on_device(slots_N), 0), slots_N)
+        self._active += order
 
-    def _prefill_in_chunks(self, group: list[Sequence], limit: int) -> torch.Tensor:
-        """The same for one long prompt, whose rows do not all fit in one pass."""
-        ids, pool = group[0].token_ids.astype(np.int64), self._pool
-        start, *others = (self._region[member.slot][0] for member in group)
-        for first in range(0, len(ids), limit):
-            part = ids[first : first + limit]
-            positions = np.arange(first, first + len(part))
-            rows = [
-                self._on_device(array) for array in (part, positions, np.array([len(part) - 1]))
-            ]
-            logits = self._logits(ChunkStep(pool, start, first, len(part)), *rows)
-        for other in others:
-            for stored in (pool.keys, pool.values):
-                stored[:, other : other + len(ids)] = stored[:, start : start + len(ids)]
-        return logits
+    def _prompt_logits(self, prompts: list[Prompt]) -> torch.Tensor:
+        """Compute the prompts in passes of so many rows as one may have; return their last logits."""
+        logits: list[torch.Tensor] = []
+        together: list[Prompt] = []
+        room = limit = self._options.prefill_limit
+        for prompt in prompts:
+            while prompt.rows > limit:
+                part = replace(prompt, ids=prompt.ids[: prompt.before + limit])
+                self._pass([part])
+                prompt = replace(prompt, before=len(part.ids))
+            if prompt.rows > room:
+                logits.append(self._pass(together))
+                together, room = [], limit
+            together.append(prompt)
+            room -= prompt.rows
+        return torch.cat([*logits, self._pass(together)])
 
-    def _keep(
-        self,
-        groups: list[list[Sequence]],
-        logits_UV: torch.Tensor | None,
-        keep_prompts: set[bytes],
-    ) -> None:
-        self.prompts = {k: v for k, v in self.prompts.items() if k in keep_prompts}
-        for i, group in enumerate(groups):
-            if group[0].prompt_key and group[0].prompt_key in keep_prompts:
-                assert logits_UV is not None
-                start, length = self._region[group[0].slot][0], len(group[0].request.prompt_ids)
-                region = slice(start, start + length)
-                self.prompts[group[0].prompt_key] = CachedPrompt(
-                    self._pool.keys[:, region].clone(),
-                    self._pool.values[:, region].clone(),
-                    logits_UV[i].clone(),
-                )
+    def _pass(self, prompts: list[Prompt]) -> torch.Tensor:
+        """Compute and store prompts; return their last logits."""
+        rows, before = (np.array([[p.rows, p.before] for p in prompts])).T
+        ids = np.concatenate([p.ids[p.before :] for p in prompts]).astype(np.int64)
+        arrays = (ids, joined_ranges(before, rows), np.cumsum(rows) - 1)
+        step = PrefillStep(self._pool, prompts, exact=self._exact)
+        return self._logits(step, *map(self._on_device, arrays))
 
-    def _set_state(self, slots: list[int]) -> None:
-        """Write the new requests in `slots` to the device state."""
+    def _set_state(self, slots: list[int], *, first: int) -> None:
+        """Write the new requests in `slots` to the device state; `first` is -1 if their next pass is a decode step."""
         table, state = self.table, self._state
         at = self._on_device(np.array(slots))
 
         def put(column: torch.Tensor, values: np.ndarray) -> None:
             column[at] = self._on_device(values)
 
-        put(state.start, np.array([self._region[slot][0] for slot in slots]))
+        put(state.start, self._start[slots])
         put(state.position, table.length[slots])
-        put(state.index, table.start_index[slots])
+        put(state.index, table.start_index[slots] + first)
         put(state.key, table.key[slots].view(np.int64))
         temperature = np.where(table.greedy[slots], np.float32(0), table.temperature[slots])
         put(state.temperature, temperature.astype(np.float32))
         put(state.min_index, table.min_index[slots])
+        put(state.adapter, table.adapter[slots].astype(np.int32))
         stops = np.full((len(slots), state.stops.shape[1]), -1, np.int64)
         width = min(state.stops.shape[1], table.stop_ids.shape[1])
         stops[:, :width] = table.stop_ids[slots, :width]
@@ -389,6 +468,7 @@ class CudaRunner:
             graph, sampled = self._graphs[size]
             graph.replay()
         self._launch(sampled, self._active_N)
+        self.table.length[self._active_N] += 1
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array, self._device)
@@ -423,6 +503,9 @@ class CudaRunner:
 
     def _capture_all(self) -> None:
         """Capture graphs for every batch size, largest first, so that smaller ones reuse its memory."""
+        if not self._options.cuda_graphs or not self._can_capture():
+            return
+        tell_stage("capturing CUDA graphs")
         memory = None
         for size in reversed(batch_sizes(self._slots)):
             stream = torch.cuda.Stream(self._device)
