@@ -1,4 +1,4 @@
-"""AdamW as one kernel against torch's: on a GPU, else by Triton's interpreter."""
+"""AdamW as one kernel against plain torch: on a GPU, else by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 pytestmark = pytest.mark.gpu(stand_in=True)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton")
+from penstock.config import TrainConfig  # noqa: E402
 from penstock.model.kernels import adamw_kernels  # noqa: E402
 from penstock.model.kernels.adamw_kernels import AdamWStep  # noqa: E402
+from penstock.training.moments import StoredAdamW  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SHAPES = [(40, 72), (8,), (3, 8), (16, 16), (1096,)]
@@ -27,18 +29,16 @@ def _small_chunks(monkeypatch):
 
 
 class Side:
-    """Parameters, the weights that most of them are rounded into, and torch's AdamW over them."""
+    """Parameters, the weights that most of them are rounded into, and AdamW over them."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, **train: object) -> None:
         torch.manual_seed(0)
         self.masters = [torch.nn.Parameter(torch.randn(shape).to(DEVICE)) for shape in SHAPES]
         model = [torch.nn.Parameter(one.detach().to(dtype)) for one in self.masters]
         self.rounded = dict(zip(self.masters[:-1], model, strict=False))
-        groups = [
-            {"params": self.masters[::2], "weight_decay": 0.1},
-            {"params": self.masters[1::2], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+        named = {f"w{number}": one for number, one in enumerate(self.masters)}
+        config = TrainConfig(lr=1e-2, weight_decay=0.1, **train)
+        self.optimizer = StoredAdamW(named, config)
 
     def set_gradients(self, step: int, size: float) -> torch.Tensor:
         draw = torch.Generator().manual_seed(step)
@@ -97,6 +97,24 @@ def test_what_is_not_finite_or_zero_changes_nothing(norm, loss) -> None:
     assert not torch.equal(before[0], side.state()[0])
 
 
+@pytest.mark.parametrize("away", [False, True])
+def test_moments_are_rounded_as_plain_torch_rounds_them(away) -> None:
+    """A sum may differ in its last digit, and then its rounding too: in one of 65,536."""
+    ours, plain = (Side(moments="bfloat16", offload_moments=away) for _ in range(2))
+    step = AdamWStep(ours.optimizer, ours.rounded)
+    step.warm_up()
+    for number in range(3):
+        for side in (ours, plain):
+            norm = side.set_gradients(number, 1e-4)
+        launch(ours, step, norm, 0.5)
+        plain.optimizer.step()
+    kept = [side.state()[len(SHAPES) :] for side in (ours, plain)]
+    assert {one.dtype for one in kept[0] if one.ndim} == {torch.bfloat16}
+    assert {one.device.type for one in kept[0] if one.ndim} == {"cpu" if away else DEVICE}
+    differing = sum(int((one != other).sum()) for one, other in zip(*kept, strict=True))
+    assert differing < 0.001 * sum(one.numel() for one in kept[0])
+
+
 def test_what_the_kernel_does_not_cover_is_left_to_torch() -> None:
     side = Side()
     step = AdamWStep(side.optimizer, side.rounded)
@@ -104,7 +122,7 @@ def test_what_the_kernel_does_not_cover_is_left_to_torch() -> None:
     side.masters[1].grad = None
     assert step.table() is None
     odd = torch.nn.Parameter(torch.zeros(7, device=DEVICE))
-    assert not AdamWStep.fits(torch.optim.AdamW([odd]), {})
+    assert not AdamWStep.fits(StoredAdamW({"odd": odd}, TrainConfig()), {})
 
 
 def scaled_backward(backward, factor: float, loss: torch.Tensor) -> None:

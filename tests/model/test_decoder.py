@@ -83,13 +83,38 @@ def test_half_precision_rounds_where_the_model_rounds(case: str) -> None:
     assert torch.equal(decoder_logits(model, ids, EagerSequence()), eager_logits(model, ids))
 
 
-def test_a_checkpoint_that_lacks_an_expert_is_one_line(tmp_path: Path) -> None:
-    make_decoder("qwen 3 moe").save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["model.layers.0.mlp.experts.0.gate_proj.weight"]
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="which cannot be loaded") as caught:
-        load_causal_lm(
-            str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), trust_remote_code=False
-        )
+def load_changed(folder: Path, case: str, drop: str = "", add: tuple[str, ...] = ()) -> Any:
+    """Load the checkpoint of a case without one of its weights, or with more."""
+    make_decoder(case).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights.pop(drop, None)
+    weights |= {name: torch.zeros(32) for name in add}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    cpu = torch.device("cpu")
+    return load_causal_lm(str(folder), dtype=torch.float32, device=cpu, trust_remote_code=False)
+
+
+@pytest.mark.parametrize(
+    ("case", "how", "message"),
+    [
+        ("qwen 3 moe", {"drop": "model.layers.0.mlp.experts.0.gate_proj.weight"}, "cannot be loaded"),
+        ("llama", {"drop": "lm_head.weight"}, r"lack 1 weights of LlamaForCausalLM \(lm_head.weight\)"),
+        ("llama", {"add": ("model.layers.0.self_attn.q_proj.bias",)}, "that its config.json knows nothing of"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_that_contradicts_its_config_is_one_line(
+    case: str, how: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load_changed(tmp_path, case, **how)
     assert "\n" not in str(caught.value)
+
+
+def test_weights_beside_the_layers_are_left_out_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Layers for more tokens, and a head of values; transformers' own table of them is not shown."""
+    more = ("model.layers.9.mlp.gate.weight", "mtp.fc.weight", "v_head.weight")
+    load_changed(tmp_path, "qwen 3", add=more)
+    (line,) = [record.getMessage() for record in caplog.records if "weights" in record.getMessage()]
+    assert line.endswith("3 weights are not used: " + ", ".join(more))

@@ -30,7 +30,8 @@ def test_rows_choose_their_best_experts_and_are_sorted_by_them(renormalises: boo
     rows = 500
     logits = draw(rows, 6)
     logits[:, 5] = -9
-    routes = kernels.route(logits, 3, renormalises=renormalises, rounds=False)
+    chosen = kernels.best_experts(logits, 3, renormalises=renormalises, rounds=False)
+    routes = kernels.sort_entries(*chosen, 6)
     weight, expert = logits.softmax(-1).topk(3, -1)
     if renormalises:
         weight = weight / weight.sum(-1, keepdim=True)
@@ -56,7 +57,8 @@ def test_the_products_of_all_experts_are_added_to_the_residual(
     if transposed:
         gates, down = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (gates, down))
         biases = draw(experts, 2 * inner, dtype=dtype), draw(experts, width, dtype=dtype)
-    routes = kernels.route(draw(rows, experts), count, renormalises=True, rounds=False)
+    chosen = kernels.best_experts(draw(rows, experts), count, renormalises=True, rounds=False)
+    routes = kernels.sort_entries(*chosen, experts)
     weight_RC = routes.weight_N.view(rows, count)
     expert_RC = torch.empty(rows * count, dtype=torch.int64, device=DEVICE)
     bounds = routes.start_E1.tolist()

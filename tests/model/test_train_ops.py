@@ -279,10 +279,9 @@ def larger(case: str) -> Any:
     """Return a model whose sizes fit the kernels of a GPU."""
     model_type, fields = CASES[case]
     fields = fields | {name: size for name, size in LARGER.items() if name in SMALL | fields}
-    if (
-        case == "gpt oss"
-    ):  # vectors of a multiple of 8 numbers, as the optimizer's kernel reads them
-        fields = fields | {"num_local_experts": 32}
+    if case == "gpt oss":
+        # vectors of a multiple of 8 numbers, as the optimizer's kernel reads them; all are chosen, whatever rounds
+        fields = fields | {"num_local_experts": 8, "num_experts_per_tok": 8}
     if case == "phi 4 mini":
         fields = fields | {"rope_parameters": fields["rope_parameters"] | LONG_ROPE}
     config = transformers.AutoConfig.for_model(model_type, **(SMALL | fields))

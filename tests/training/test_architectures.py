@@ -5,6 +5,8 @@ A sample runs with every test; `make test-long` walks through all of them.
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -99,3 +101,15 @@ def test_log_probs_and_gradients_are_the_models_own(name: str) -> None:
     plain = gradients(model)
     assert float((own - plain).norm() / plain.norm()) < 1e-3
     assert float(plain.norm()) > 0
+
+
+def test_long_rope_of_a_models_own_code_runs_one_sequence_at_a_time() -> None:
+    """In a pack the longest sequence would choose the rotation of all."""
+    packed_attention.register()
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4, "original_max_position_embeddings": 12}  # fmt: skip
+    model = make("arcee", rope_parameters=rope)
+    for longest, packs in ((12, True), (13, False)):
+        policy = Policy(copy.deepcopy(model), longest=longest)
+        check_model(policy, "arcee")
+        assert policy.packs == packs

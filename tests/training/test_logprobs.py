@@ -14,7 +14,7 @@ from penstock.training import logprobs
 from penstock.training.logprobs import (
     LogitRule,
     VocabularySlice,
-    _banned_here,
+    banned_here,
     token_logprobs,
 )
 from penstock.training.pack import Kept
@@ -252,8 +252,8 @@ def test_a_warm_up_leaves_no_gradient(bans_ends) -> None:
 def test_banned_columns_are_made_once() -> None:
     """A GPU's host would wait for all queued work, in every pack."""
     weight_VD, flags_N = torch.zeros(9, 4), torch.tensor([True, False])
-    first = _banned_here((flags_N, [2, 11]), weight_VD, 4)
-    second = _banned_here((flags_N, [2, 11]), weight_VD, 4)
+    first = banned_here((flags_N, [2, 11]), weight_VD, 4)
+    second = banned_here((flags_N, [2, 11]), weight_VD, 4)
     assert first is not None
     assert second is not None
     assert first[1].tolist() == [7]  # 2 belongs to another rank's slice

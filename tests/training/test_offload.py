@@ -45,12 +45,17 @@ def assert_same(one: Any, other: Any) -> None:
         assert torch.equal(other[name][1], rows), name
 
 
-def test_an_offload_between_steps_changes_no_step(saved_model) -> None:
+ADAPTED = SETTINGS | {"model": {"dtype": "bfloat16", "lora": {"rank": 2}}}
+AVERAGED = SETTINGS | {"train": {"lr": 1e-3, "ema_decay": 0.5}}
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, ADAPTED, AVERAGED])
+def test_an_offload_between_steps_changes_no_step(settings: Any, saved_model) -> None:
     plain, offloaded = (
-        from_disk(saved_model, **SETTINGS),
-        on_cpu(from_disk(saved_model, **SETTINGS)),
+        from_disk(saved_model, **settings),
+        on_cpu(from_disk(saved_model, **settings)),
     )
-    offloaded.offload()  # before the first step there are masters and a reference, and no moments
+    offloaded.offload()  # before the first step there are no moments
     assert set(sizes(offloaded)) == {0}
     for batch in batches(3):
         expected = plain.train(batch)
@@ -62,18 +67,23 @@ def test_an_offload_between_steps_changes_no_step(saved_model) -> None:
         assert dict(offloaded.weights()).keys() == dict(plain.weights()).keys()
 
 
+@pytest.mark.parametrize("settings", [SETTINGS, ADAPTED, AVERAGED])
 def test_a_checkpoint_taken_while_offloaded_is_the_same_and_moves_nothing(
+    settings: Any,
     saved_model,
     tmp_path: Path,
 ) -> None:
-    consumer = on_cpu(from_disk(saved_model, **SETTINGS))
+    consumer = on_cpu(from_disk(saved_model, **settings))
     consumer.train(batches(1)[0])
     consumer.snapshot(tmp_path / "loaded")()
     consumer.offload()
     consumer.snapshot(tmp_path / "offloaded")()
     assert set(sizes(consumer)) == {0}
     assert_same(state(tmp_path / "loaded")["pieces"], state(tmp_path / "offloaded")["pieces"])
-    resumed = from_disk(saved_model, **SETTINGS)
+    for model in (tmp_path / "loaded").glob("*/model.safetensors"):
+        other = tmp_path / "offloaded" / model.parent.name / model.name
+        assert model.read_bytes() == other.read_bytes()
+    resumed = from_disk(saved_model, **settings)
     resumed.load(tmp_path / "offloaded")
     second = batches(2)[1]
     assert resumed.train(second).digest == consumer.train(second).digest

@@ -8,12 +8,12 @@ import torch
 from penstock.config import TrainConfig
 from penstock.errors import UserError
 from penstock.training import consumer as consumer_module
+from penstock.training.moments import StoredAdamW
 from penstock.training.optimizer import (
     LossScale,
     Masters,
     clip_gradients,
     learning_rate,
-    make_optimizer,
 )
 from penstock.training.parallel.ranks import Ranks
 from penstock.training.parallel.sharding import Sharding
@@ -60,7 +60,7 @@ def test_epsilon_bounds_the_step_of_small_gradients(eps, change) -> None:
     """The first step of AdamW is lr x gradient / (abs(gradient) + eps): 1 / (1 + 3) of the rate."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.ones(1)
-    make_optimizer({"w": parameter}, TrainConfig(lr=1.0, eps=eps)).step()
+    StoredAdamW({"w": parameter}, TrainConfig(lr=1.0, eps=eps)).step()
     assert -parameter.item() == pytest.approx(change)
 
 
@@ -69,7 +69,7 @@ def test_vectors_are_not_decayed() -> None:
         "matrix": torch.nn.Parameter(torch.ones(2, 2)),
         "norm": torch.nn.Parameter(torch.ones(2)),
     }
-    optimizer = make_optimizer(parameters, TrainConfig(weight_decay=0.5))
+    optimizer = StoredAdamW(parameters, TrainConfig(weight_decay=0.5))
     decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert decay == {id(parameters["matrix"]): 0.5, id(parameters["norm"]): 0.0}
 

@@ -210,6 +210,18 @@ def test_the_rows_of_a_session_stay_in_one_pack_where_they_fit() -> None:
     assert len(joined) < len(rows) / 3
 
 
+def test_the_packs_of_a_tree_that_is_cut_are_as_full_as_they_may_be() -> None:
+    ids, predictors, _ = tree_of_rows(depth=8, branching=2)
+    units = [[number] for number in range(len(ids))]
+    joined, costs = join_by_context(units, ids, predictors, budget=1000)
+    unique = [
+        unique_tokens([ids[n] for n in unit], [predictors[n] for n in unit]) for unit in joined
+    ]
+    assert costs == unique
+    assert min(unique[:-1]) > 900
+    assert sum(unique) < 1.1 * unique_tokens(ids, predictors)
+
+
 def test_a_context_that_saves_little_is_not_shared() -> None:
     ids, predictors, starts = groups_of_rows([1], [40, 40])
     pack = make_pack(range(2), ids, predictors, starts, CPU)

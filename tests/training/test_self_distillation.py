@@ -12,8 +12,9 @@ import torch
 
 from penstock.config import Config
 from penstock.data.chat import ChatTemplate
-from penstock.data.dataset import load_dataset
+from penstock.data.dataset import load_dataset, with_hint
 from penstock.errors import UserError
+from penstock.run import preflight
 from penstock.training.algo.method import check_algorithm
 from penstock.training.consumer import Consumer
 from penstock.training.scorers import with_hints
@@ -97,6 +98,22 @@ def test_a_prompt_whose_hint_is_too_long_is_left_out_and_counted(tmp_path: Path)
     assert [prompt.gt_answer for prompt in dataset] == ["3"]
     assert (dataset.num_skipped_long, dataset.longest) == (1, 28)
     assert dataset.longest_kept == len(chat.encode([{"role": "user", "content": "1+2 = 3"}]))
+
+
+def test_a_template_names_fields_of_the_data(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    rows = [{"prompt": "1+2", "answer": "3", "hint": "count", "level": 1}]
+    path.write_text(json.dumps(rows[0]) + "\n")
+    config = config_of(
+        task={"data": str(path), "teacher_template": "{prompt} {hint}{level} {}", "weight": 2.0}
+    )
+    preflight.check(config)
+    chat = ChatTemplate.from_config(config.model)
+    (prompt,) = load_dataset("train", config.tasks["train"], chat)
+    assert with_hint(prompt, "{prompt} {hint}{level} {}")[0]["content"] == "1+2 count1 {}"
+    path.write_text(json.dumps(rows[0] | {"hint": None}) + "\n")
+    with pytest.raises(UserError, match="got no 'hint', which reward teacher_template reads"):
+        preflight.check(config)
 
 
 def test_a_prompt_without_a_user_has_no_place_for_a_hint(tmp_path: Path) -> None:

@@ -33,14 +33,12 @@ def use_arithmetic(kind: str, model: Any) -> None:
         return
     # cuBLAS and torch read it once, so it is set even if only a later run in this process needs it.
     workspace = os.environ.setdefault(_WORKSPACE, _WORKSPACES[0])
-    if kind == "deterministic" and workspace not in _WORKSPACES:
+    if kind != "fast" and workspace not in _WORKSPACES:
         raise UserError(
-            f"{_WORKSPACE}: got {workspace!r} with model.arithmetic deterministic, allowed: "
+            f"{_WORKSPACE}: got {workspace!r} with model.arithmetic {kind}, allowed: "
             f"{' or '.join(_WORKSPACES)}, or model.arithmetic=fast"
         )
-    torch.use_deterministic_algorithms(
-        kind == "deterministic", warn_only=_has_foreign_experts(model)
-    )
+    torch.use_deterministic_algorithms(kind != "fast", warn_only=_has_foreign_experts(model))
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 

@@ -7,6 +7,7 @@ long sequence does not hold all its scores at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,8 +34,13 @@ class AttentionCall:
         return self.softcap is not None or self.sinks is not None
 
 
+Chooser = Callable[[int, torch.Tensor | None, torch.Tensor], torch.Tensor]  # as `Step.choose`
+
+
 class Step(Protocol):
     """One forward pass: stores the keys and values of each layer and attends for its rows."""
+
+    chooser: Chooser | None = None  # who else chooses the experts of rows
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store the new keys and values, [1, kv heads, rows, head size]."""
@@ -46,7 +52,15 @@ class Step(Protocol):
         self, layer: int, kept_K: torch.Tensor | None, expert_RC: torch.Tensor
     ) -> torch.Tensor:
         """The experts that rows take (`kept_K`: these rows only), from those that the router chose."""
-        return expert_RC
+        return expert_RC if self.chooser is None else self.chooser(layer, kept_K, expert_RC)
+
+
+def expert_numbers(expert_RC: torch.Tensor, kept_K: torch.Tensor | None, rows: int) -> torch.Tensor:
+    """The experts of a layer as they are recorded, int16: number + 1; 0 in rows that are not kept, which have none."""
+    number_RC = (expert_RC + 1).to(torch.int16)
+    if kept_K is None:
+        return number_RC
+    return number_RC.new_zeros(rows, number_RC.shape[1]).index_copy_(0, kept_K, number_RC)
 
 
 def fits_flash(key_size: int, value_size: int) -> bool:
@@ -141,26 +155,25 @@ def _probabilities(
     return torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
 
 
-def causal_attention(call: AttentionCall, rows: slice) -> torch.Tensor:
-    """Attend causally among `rows` as one sequence; return [1, heads, rows, head size]."""
-    query, key, value = call.query[:, :, rows], call.key[:, :, rows], call.value[:, :, rows]
-    length = query.shape[2]
-    if not call.needs_plain and (call.window is None or call.window >= length):
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=call.scale, enable_gqa=True
-        )
-    position_L = torch.arange(length, device=query.device)
-    gap_LL = position_L[:, None] - position_L[None, :]
-    seen_LL = gap_LL >= 0
-    if call.window is not None:
-        seen_LL &= gap_LL < call.window
+def causal_attention(call: AttentionCall) -> torch.Tensor:
+    """Attend within each sequence of the batch, whose queries are its last tokens; [batch, heads, queries, size]."""
+    query, key, value = call.query, call.key, call.value
+    length, keys = query.shape[2], key.shape[2]
+    is_whole = length == keys and (call.window is None or call.window >= keys)
+    seen_LK = None
+    if call.needs_plain or not is_whole:
+        place_K = torch.arange(keys, device=query.device)
+        gap_LK = place_K[keys - length :, None] - place_K
+        seen_LK = (gap_LK >= 0) & (gap_LK < (call.window or keys))
     if call.needs_plain:
+        assert seen_LK is not None
         return plain_attention(
-            query, key, value, seen_LL, scale=call.scale, softcap=call.softcap, sink_H=call.sinks
+            query, key, value, seen_LK, scale=call.scale, softcap=call.softcap, sink_H=call.sinks
         )
     return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen_LL, scale=call.scale, enable_gqa=True
-    )
+        query, key, value, attn_mask=seen_LK, is_causal=seen_LK is None, scale=call.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
 
 
 class OneSequence(Step):
@@ -175,4 +188,4 @@ class OneSequence(Step):
         self.shapes.append((key.shape[1], key.shape[3], value.shape[3]))
 
     def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
-        return causal_attention(call, slice(None)).transpose(1, 2)
+        return causal_attention(call).transpose(1, 2)

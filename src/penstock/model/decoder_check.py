@@ -2,11 +2,13 @@
 
 A short sequence runs through the whole model; if the run's sequences can be longer than a window, or than
 the length at which the rotation changes, one that is longer runs through the first layers, as many as hold
-every kind of layer. A difference beyond rounding refuses the model.
+every kind of layer. A difference beyond rounding refuses the model. Rounding may decide between experts whose
+scores are nearly tied: the decoder takes those of the unchanged model, if its own scored as well.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,23 +50,70 @@ def check_decoder(
         ids_T = check_ids(len(weights.embedding), length).to(weights.embedding.device)
         cut = replace(weights, layers=weights.layers[:layers])
         with torch.no_grad():
-            with eager_attention(model), first_layers(model, layers):
+            with (
+                eager_attention(model),
+                first_layers(model, layers),
+                recorded_routes(model, family) as routes,
+            ):
                 plain_T = token_logprobs(
                     model(input_ids=ids_T[None], use_cache=False).logits[0], ids_T
                 )
             positions_T = torch.arange(length, device=ids_T.device)
             gaps = []
             for step in steps(length):
+                lost: list[Tensor] = []
+                step.chooser = functools.partial(_own_experts, routes, lost)
                 hidden_TD = hidden_states(ops or TorchOps(), family, cut, step, ids_T, positions_T)
                 actual_T = token_logprobs(logits(family, cut, hidden_TD), ids_T)
                 gaps.append(difference(actual_T, plain_T, hidden_TD.dtype))
+                if lost:
+                    lost_N = torch.cat(lost).double().cpu()
+                    gaps.append(difference(lost_N, torch.zeros_like(lost_N), hidden_TD.dtype))
         gap, exact = max(gaps, key=lambda result: (not result[1], result[0]))
         if not exact:
+            what = "whose log-probs" + (" or the scores of its experts" if family.experts else "")
             raise UserError(
-                f"model.path: got {type(model).__name__}, whose log-probs differ by {gap:.2g} from those of "
+                f"model.path: got {type(model).__name__}, {what} differ by {gap:.2g} from those of "
                 f"the decoder for {model.config.get_text_config().model_type} in a sequence of {length} tokens, "
                 "allowed: a model of this type with unchanged layers, or engine vllm"
             )
+
+
+@contextmanager
+def recorded_routes(
+    model: Any, family: Family | None
+) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+    """By layer, the scores [rows, experts] and the chosen experts of the model's own routers inside the context."""
+    routes: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def record(layer: int, router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        routes[layer] = output[0], output[2]
+
+    hooks: list[Any] = []
+    if family is not None and family.experts is not None:
+        for index, layer in enumerate(model.get_decoder().layers):
+            if family.layers[index].experts:
+                router = getattr(layer.mlp, family.experts.router)
+                hooks.append(router.register_forward_hook(functools.partial(record, index)))
+    try:
+        yield routes
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _own_experts(
+    routes: dict[int, tuple[Tensor, Tensor]],
+    lost: list[Tensor],
+    layer: int,
+    kept_K: Tensor | None,
+    expert_RC: Tensor,
+) -> Tensor:
+    """The experts of the unchanged model; `lost` gets how much less the decoder's scored there."""
+    score_RE, own_RC = routes[layer]
+    least_R, chosen_R = (score_RE.gather(1, of.long()).amin(1) for of in (own_RC, expert_RC))
+    lost.append(least_R.float() - chosen_R.float())
+    return own_RC
 
 
 def kinds_end(family: Family) -> int:

@@ -220,6 +220,20 @@ def family_of(config: Any, longest: int | None = None) -> Family | None:
     )
 
 
+def long_rope_from(config: Any, longest: int) -> int | None:
+    """The length beyond which a sequence of a run of `longest` turns all rows of its pass otherwise; None: none does.
+
+    So it is in transformers' own code for long rope; `family_of` chooses once for the run.
+    """
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
+    for each in (parameters, *parameters.values()):
+        if isinstance(each, dict) and each.get("rope_type") == "longrope":
+            length = each.get("original_max_position_embeddings") or text.max_position_embeddings
+            return int(length) if length < longest else None
+    return None
+
+
 def _layer(config: Any, kind: _Kind, index: int) -> Layer:
     layer_type = config.layer_types[index] if kind.windows == "by type" else "full_attention"
     window = None

@@ -31,6 +31,8 @@ class PlainLinear:
 class LinearStack(Sequence[Linear]):
     """The products of stacked weights [count, outputs, inputs]."""
 
+    exact = False  # a row has the same bits in any batch
+
     def __init__(self, weight_EOI: torch.Tensor, bias_EO: torch.Tensor | None) -> None:
         self.weight_EOI = weight_EOI.detach()
         self.bias_EO = None if bias_EO is None else bias_EO.detach()
@@ -49,10 +51,13 @@ class JointProducts:
     def joint(self, modules: list[Any]) -> Linear:
         if not can_join(modules):
             return ModuleProducts().joint(modules)
-        return PlainLinear(*join_weights(modules))
+        return self.product(*join_weights(modules))
 
     def stacked(self, weight_EOI: torch.Tensor, bias_EO: torch.Tensor | None) -> Sequence[Linear]:
         return LinearStack(weight_EOI, bias_EO)
+
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PlainLinear:
+        return PlainLinear(weight, bias)
 
 
 def can_join(parts: list[Any]) -> bool:

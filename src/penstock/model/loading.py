@@ -7,6 +7,8 @@ adapters and master weights are set by the caller; tokenizers are loaded in `dat
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 from collections.abc import Iterable, Iterator
 from pickle import UnpicklingError
 from typing import Any
@@ -15,7 +17,12 @@ import torch
 
 from penstock.config import ModelConfig
 from penstock.errors import UserError
+from penstock.model.families import family_of
 from penstock.waits import tell_stage
+
+log = logging.getLogger(__name__)
+
+_LAYER = re.compile(r".*?\.layers\.\d+(?=\.)")
 
 
 def choose_device(name: str, index: int) -> torch.device:
@@ -72,11 +79,12 @@ def load_causal_lm(
     tell_stage("loading the model")
     try:
         with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(
+            model, report = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation=attention,
                 trust_remote_code=trust_remote_code,
+                output_loading_info=True,
             )
     except (
         OSError,
@@ -90,7 +98,36 @@ def load_causal_lm(
             f"model.path: got {path!r}, which cannot be loaded ({reason}); "
             "allowed: a folder or hub name of a transformers causal LM"
         ) from error
+    _check_report(model, path, report["missing_keys"], report["unexpected_keys"])
     return model.to(device).eval()
+
+
+def _check_report(model: Any, path: str, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    """Refuse a checkpoint that lacks weights, which would be random, or has some that change a family's layers.
+
+    Weights elsewhere (heads for more tokens, an image encoder) are told and left out.
+    """
+    parameters = {name for name, _ in model.named_parameters()}
+    lacking = sorted(parameters.intersection(missing))
+    if lacking:
+        raise UserError(
+            f"model.path: got {path!r}, whose files lack {len(lacking)} weights of {type(model).__name__} "
+            f"({_some(lacking)}), allowed: a checkpoint with all of them"
+        )
+    modules = {name for name, _ in model.named_modules()}
+    unused = sorted(name for name in unexpected if not name.endswith("inv_freq"))
+    layers = [name for name in unused if (found := _LAYER.match(name)) and found[0] in modules]
+    if layers and family_of(model.config) is not None:
+        raise UserError(
+            f"model.path: got {path!r}, whose files have {len(layers)} weights in layers of {type(model).__name__} "
+            f"that its config.json knows nothing of ({_some(layers)}), allowed: a config.json of this checkpoint"
+        )
+    if unused:
+        log.warning("model.path: %s: %d weights are not used: %s", path, len(unused), _some(unused))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def add_end_ids(model: Any, ids: Iterable[int]) -> None:
@@ -123,13 +160,20 @@ def end_ids(model: Any) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Turn off transformers' progress bars: the run reports loading and saving itself."""
-    from transformers.utils import logging
+    """Turn off transformers' progress bars and its table of weights: the run reports loading and saving itself."""
+    from transformers.utils import logging as their_logging
 
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    was_enabled = their_logging.is_progress_bar_enabled()
+    their_logging.disable_progress_bar()
+    loader = logging.getLogger("transformers.modeling_utils")
+    loader.addFilter(_is_no_report)
     try:
         yield
     finally:
+        loader.removeFilter(_is_no_report)
         if was_enabled:
-            logging.enable_progress_bar()
+            their_logging.enable_progress_bar()
+
+
+def _is_no_report(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in record.getMessage()

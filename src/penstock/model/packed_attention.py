@@ -13,14 +13,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import UserError
-from penstock.model.attention import AttentionCall, Step, can_use_flash, plain_attention
+from penstock.model.attention import AttentionCall, Step, can_use_flash, causal_attention
 
 ATTENTION_NAME = "penstock_packed"
 
@@ -98,27 +98,17 @@ def packed_attention(
         )
     if pack_layout.gather is not None:
         key, value = pack_layout.gather(key), pack_layout.gather(value)
-    fused = softcap is None and s_aux is None
-    flash = fused and can_use_flash(query, value)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = AttentionCall(query, key, value, scale, sliding_window, softcap, s_aux)
+    flash = not call.needs_plain and can_use_flash(query, value)
     if flash and (pack_layout.shared is None or flash_aligns_ends(query.device)):
         return _flash_attention(query, key, value, pack_layout, scaling, sliding_window), None
-    outputs = []
-    for block, query_BHLD, key_BHKD, value_BHKD in _by_block(query, key, value, pack_layout):
-        if fused:
-            output_BHLD = _fused_attention(
-                query_BHLD, key_BHKD, value_BHKD, block, scaling, sliding_window
-            )
-        else:
-            output_BHLD = plain_attention(
-                query_BHLD,
-                key_BHKD,
-                value_BHKD,
-                _mask(block, sliding_window, query.device),
-                scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-                softcap=softcap,
-                sink_H=s_aux,
-            )
-        outputs.append(output_BHLD.transpose(1, 2).flatten(0, 1))
+    outputs = [
+        causal_attention(replace(call, query=query, key=key, value=value))
+        .transpose(1, 2)
+        .flatten(0, 1)
+        for query, key, value in by_block(query, key, value, pack_layout)
+    ]
     joined_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined_THD[None], None
 
@@ -128,7 +118,7 @@ class PackedStep(Step):
 
     def __init__(self, layout: PackLayout, experts_TLC: Tensor | None = None) -> None:
         """experts_TLC: int16, of each token and layer, number + 1; 0: not known."""
-        self.layout, self._experts_TLC = layout, experts_TLC
+        self.layout, self.experts_TLC = layout, experts_TLC
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Do nothing: a pass has all its keys and values."""
@@ -148,18 +138,18 @@ class PackedStep(Step):
         )[0]
 
     def choose(self, layer: int, kept_K: Tensor | None, expert_RC: Tensor) -> Tensor:
-        if self._experts_TLC is None:
+        if self.experts_TLC is None:
             return expert_RC
-        known_RC = self._experts_TLC[:, layer].long()
+        known_RC = self.experts_TLC[:, layer].long()
         if kept_K is not None:
             known_RC = known_RC.index_select(0, kept_K)
         return torch.where(known_RC > 0, known_RC - 1, expert_RC)
 
 
-def _by_block(
+def by_block(
     query: Tensor, key: Tensor, value: Tensor, layout: PackLayout
-) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
-    """Yield (block, queries, keys, values), the tensors as [sequences, heads, tokens, head size]."""
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yield queries, keys and values of each block, [sequences, heads, tokens, head size]."""
     query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if layout.shared is not None:
         key_THD = gather_rows(key_THD, layout.shared.index_K)
@@ -168,42 +158,7 @@ def _by_block(
     key_counts = [block.count * (block.prefix + block.length) for block in layout.blocks]
     parts = (query_THD.split(query_counts), key_THD.split(key_counts), value_THD.split(key_counts))
     for block, *tensors in zip(layout.blocks, *parts, strict=True):
-        query_BHLD, key_BHKD, value_BHKD = (
-            tensor.unflatten(0, (block.count, -1)).transpose(1, 2) for tensor in tensors
-        )
-        yield block, query_BHLD, key_BHKD, value_BHKD
-
-
-def _fused_attention(
-    query_BHLD: Tensor,
-    key_BHKD: Tensor,
-    value_BHKD: Tensor,
-    block: Block,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> Tensor:
-    """Compute causal attention for a block of sequences."""
-    mask = None
-    num_keys = block.prefix + block.length
-    if block.prefix or (sliding_window is not None and num_keys > sliding_window):
-        mask = _mask(block, sliding_window, query_BHLD.device)
-    return torch.nn.functional.scaled_dot_product_attention(
-        query_BHLD,
-        key_BHKD,
-        value_BHKD,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query_BHLD.shape[1] != key_BHKD.shape[1],
-    )
-
-
-def _mask(block: Block, window: int | None, device: torch.device) -> Tensor:
-    """A mask that is True at a token itself and at the tokens, or window - 1 tokens, before it."""
-    num_keys = block.prefix + block.length
-    index = torch.arange(num_keys, device=device)
-    distance = index[block.prefix :, None] - index[None, :]
-    return (distance >= 0) & (distance < (window or num_keys))
+        yield tuple(tensor.unflatten(0, (block.count, -1)).transpose(1, 2) for tensor in tensors)
 
 
 @functools.cache

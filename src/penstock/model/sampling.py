@@ -61,10 +61,11 @@ class RowSampling:
 
 
 def sample(
-    logits_NV: torch.Tensor, how: RowSampling
+    logits_NV: torch.Tensor, how: RowSampling, known_N: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, list[np.ndarray] | None]:
     """int64 tokens [N] and their float32 log-probs under the distribution they came from.
 
+    Known tokens are not sampled again: their log-probs have the bits that they had when they were sampled.
     Also the ids that top_k and top_p left in each row, ascending; [] in a row without them, None if all are.
     A row whose logits are no distribution (NaN, +inf, or none finite) gets log-prob NaN.
     """
@@ -83,7 +84,9 @@ def sample(
     weights_NV = chosen_NV - peak_N1
     exp_into(weights_NV, weights_NV)  # one exponential per logit
     token_N, total_N = pick(weights_NV, how.uniform_N)
-    if how.greedy_N is not None:
+    if known_N is not None:
+        token_N = known_N
+    elif how.greedy_N is not None:
         token_N = torch.where(how.greedy_N, chosen_NV.argmax(dim=-1), token_N)
     logprob_N = (chosen_NV.gather(1, token_N[:, None]) - peak_N1)[:, 0] - total_N.log()
     if allowed is not None:

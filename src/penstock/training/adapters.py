@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -80,3 +82,29 @@ def adapter_names(base_name: str) -> tuple[str, str]:
     """The names of the two adapters of the layer with this base weight: input and output side."""
     stem = base_name.removesuffix("base_layer.weight")
     return f"{stem}lora_A.{ADAPTER}.weight", f"{stem}lora_B.{ADAPTER}.weight"
+
+
+def describe_adapters(model: nn.Module, adapted: Collection[str]) -> str:
+    """One line: which layers have adapters, what share of the weights they hold, and the rest; none: nothing."""
+    if not adapted:
+        return ""
+    sizes = {
+        name: parameter.numel()
+        for name, parameter in model.named_parameters()
+        if ".lora_" not in name
+    }
+    shares: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+    for name, size in sizes.items():
+        parts = name.removesuffix(".weight").removesuffix(".base_layer").split(".")
+        layer = ".".join(part for part in parts[-3:] if not part.isdigit())
+        shares[name in adapted][parts[-1] if name in adapted else layer] += size
+    total = sum(sizes.values())
+    rest = ", ".join(
+        f"{layer} {size / total:.0%}"
+        for layer, size in shares[False].most_common(3)
+        if size / total >= 0.005
+    )
+    return (
+        f"adapters: on {len(adapted)} linear layers ({', '.join(sorted(shares[True]))}) with "
+        f"{shares[True].total() / total:.0%} of the weights; without: {rest or 'nothing large'}"
+    )

@@ -52,7 +52,7 @@ class Average:
         `current`: where a tensor is now, if it may be offloaded.
         """
         parameters = self._masters.parameters | self._masters.rounded
-        targets = {name: local(parameters[name].detach()) for name in self.tensors}
+        targets = {name: current(local(parameters[name].detach())) for name in self.tensors}
         kept = {name: target.clone() for name, target in targets.items()}
         policy.release()
         for name, target in targets.items():

@@ -32,7 +32,7 @@ from penstock.model.arithmetic import arithmetic_of, use_arithmetic
 from penstock.model.loading import compute_dtype
 from penstock.model.stored_weights import StoredWeights
 from penstock.model.transfer import to_device
-from penstock.training.adapters import add_adapters
+from penstock.training.adapters import add_adapters, describe_adapters
 from penstock.training.algo import kl
 from penstock.training.algo.controller import controllers
 from penstock.training.algo.method import SFT, Algorithm, run_settings, task_algorithms
@@ -131,12 +131,11 @@ class Consumer(Learner):
         self.reference = None if reference is None else make_policy(reference)
         self.teachers = {name: make_policy(teacher) for name, teacher in (teachers or {}).items()}
         self.policy = make_policy(model, is_whole=stored is None)
-        self.adapters = self.policy.describe_adapters() if config.model.lora.rank else ""
+        self.adapters = describe_adapters(model, self.policy.adapted_layers())
         for policy, path in self._policies():
             check_loaded(policy, path, stored if policy is self.policy else None, self.ranks)
-        self.engine_dtype = compute_dtype(config.model, self.policy.device)
-        if model.dtype == torch.float64:
-            self.engine_dtype = torch.float64
+        dtype = compute_dtype(config.model, self.policy.device)
+        self.engine_dtype = model.dtype if model.dtype == torch.float64 else dtype
         if config.train.gradient_checkpointing:
             self.policy.checkpoint_layers()
         if self.ranks.world > 1:
@@ -150,6 +149,8 @@ class Consumer(Learner):
             check_model(self.policy, config.model.path)  # again, in the format that computes
         if config.train.masters == "dithered":
             self.policy.merge_seed = config.seed
+        if config.model.arithmetic == "exact":
+            self.policy.make_exact()
         self.averages = averages(config.train, self.masters)
         self.arrival = Arrival(self.policy, self.masters)
         self.host_offload = HostOffload(self._training_tensors)
@@ -235,7 +236,7 @@ class Consumer(Learner):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of the policy as engines load it; all ranks must iterate."""
-        for weight in self.policy.published_weights(self.engine_dtype):
+        for weight in self.policy.published_weights(self.engine_dtype, self.host_offload.current):
             self.work_done += 1
             yield weight
 
@@ -256,7 +257,7 @@ class Consumer(Learner):
         load_snapshot(self, folder)
 
     def offload(self) -> None:
-        """Move what only `train` needs from the GPU to host memory; published weights stay."""
+        """Move the model and what trains it from the GPU to host memory; `weights` brings one at a time back."""
         self.drop_gradients()
         self.host_offload.offload()
 
@@ -281,12 +282,13 @@ class Consumer(Learner):
             yield teacher, self.config.teachers[name].path
 
     def _training_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that only `train` needs: masters, averages, frozen models, optimizer moments."""
+        """Yield what an offload moves: all but shards, and adapters, which are merged into what is published."""
         for average in self.averages.values():
             yield from average.tensors.values()
         for policy, _ in self._policies():
-            if policy is not self.policy:
-                yield from policy.parameters()
+            for name, parameter in policy.named_parameters():
+                if policy is not self.policy or (self.ranks.world == 1 and ".lora_" not in name):
+                    yield parameter
         for learner in self._learners:
             yield from learner.masters.separate
             for moments in learner.optimizer.state.values():
@@ -415,6 +417,8 @@ class Consumer(Learner):
         settings = part.algorithm.settings
         if settings.teacher in self.teachers:
             return self._logprobs(part.flat, part.inputs, self.teachers[settings.teacher])
+        if self.config.teachers[settings.teacher].base_url:
+            return part.recorded_teacher()
         hinted = list(with_hints(groups, self.config, self._chat))
         flat = FlatBatch.from_groups(hinted, step, settings, self.policy.end_ids)
         return self._logprobs(flat, part.inputs, self.policy)

@@ -1,4 +1,4 @@
-"""Dither: start a master anywhere inside the rounding cell of its weight, not at its centre.
+"""Dither: start a master anywhere inside the rounding cell of its weight, not at its centre; and rounding at random.
 
 A master that equals its bfloat16 weight must move half a grid step before the weight changes: small
 updates are lost for many steps. Spread over the cell, a share (update / grid step) of the masters
@@ -9,11 +9,14 @@ seed, name and index: equal on any device, for any number of ranks, and after a 
 The same holds for other short numbers, those of float16 or dequantised checkpoints. Some of them lie on
 a border, half-way between two weights, where the smallest update carries all of them across at once.
 Only long numbers are spread over their cells by themselves.
+
+`round_at_random_` rounds a sum of many small changes, such as a moment of AdamW, so that they add up in expectation.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +27,7 @@ _SIGNIFICAND_BITS = {torch.bfloat16: 8, torch.float16: 11}
 _SMALLEST = 2.0**-100  # below it any update arrives, and float32 may be flushed to zero
 _LONG_BITS = 0xFF  # of a float32 that needs more than 16 significant bits, at least one is set
 _CHUNK = 2**24  # elements at a time, which bounds temporary memory
+_ODD = -0x61C88647
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,27 @@ def dither_(exact: Tensor, dtype: torch.dtype, key: int, place: Place = WHOLE) -
 
     Longer ones keep their digits. `exact` holds the part of a tensor that `place` says.
     """
+    for chunk_RC, bits_RC in _with_random_bits(exact, key, place):
+        chunk_RC.copy_(_inside_cells(chunk_RC, dtype, bits_RC))
+
+
+def round_at_random_(exact: Tensor, key: Tensor, place: Place = WHOLE) -> None:
+    """Round float32 numbers to numbers of bfloat16: away from zero with the share of the way that they have gone there."""
+    for chunk_RC, bits_RC in _with_random_bits(exact, key, place):
+        number_RC = chunk_RC.view(torch.int32)
+        number_RC += bits_RC & 0xFFFF
+        number_RC &= ~0xFFFF
+
+
+def step_keys(keys: Tensor, steps: Tensor) -> Tensor:
+    """The keys of parameters in the step that each of them is at."""
+    return _mix(keys + steps.to(torch.int32) * _ODD)
+
+
+def _with_random_bits(
+    exact: Tensor, key: int | Tensor, place: Place
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield a tensor in chunks of rows, each with 32 random bits for every element."""
     if not exact.numel():
         return
     rows_RC = exact.view(len(exact), -1) if exact.ndim else exact.view(1, 1)
@@ -52,8 +77,7 @@ def dither_(exact: Tensor, dtype: torch.dtype, key: int, place: Place = WHOLE) -
         row_R = torch.arange(len(chunk_RC), dtype=torch.int32, device=exact.device)
         row_R = (row_R + start) * place.row_step + place.first_row
         column_C = torch.arange(chunk_RC.shape[1], dtype=torch.int32, device=exact.device)
-        bits_RC = _random_bits(row_R, column_C + place.first_column, key)
-        chunk_RC.copy_(_inside_cells(chunk_RC, dtype, bits_RC))
+        yield chunk_RC, _random_bits(row_R, column_C + place.first_column, key)
 
 
 def dither_key(seed: int, name: str) -> int:
@@ -82,10 +106,10 @@ def _inside_cells(exact_RC: Tensor, dtype: torch.dtype, bits_RC: Tensor) -> Tens
     return torch.where(short_RC, moved_RC.copysign(exact_RC), exact_RC)
 
 
-def _random_bits(row_R: Tensor, column_C: Tensor, key: int) -> Tensor:
+def _random_bits(row_R: Tensor, column_C: Tensor, key: int | Tensor) -> Tensor:
     """32 random bits for each element: a hash of its row, its column and the key."""
     row_key_R = _mix(row_R ^ key)
-    return _mix(row_key_R[:, None] + column_C * -0x61C88647)
+    return _mix(row_key_R[:, None] + column_C * _ODD)
 
 
 def _mix(bits: Tensor) -> Tensor:

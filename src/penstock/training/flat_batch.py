@@ -38,6 +38,7 @@ class FlatBatch:
     staleness_N: np.ndarray  # updates between each token's policy and this step
     rollout_N: np.ndarray  # which rollout each token belongs to
     earned_N: np.ndarray | None  # reward that the rollout had before each token; None: 0 for all
+    teacher_N: np.ndarray | None  # recorded log-probs of a teacher; None: not of every rollout
 
     @classmethod
     def from_groups(
@@ -76,6 +77,7 @@ class FlatBatch:
             staleness_N=staleness(step, 0) - trained.versions().astype(np.int64),
             rollout_N=trained.rollout_N,
             earned_N=trained.earned(),
+            teacher_N=trained.taught(),
         )
 
     @property
@@ -183,6 +185,12 @@ class _TrainedTokens:
         earned_A = np.repeat(np.array([v for _, v in runs], np.float64), [n for n, _ in runs])
         earned_N: np.ndarray = earned_A[self.place_N]
         return earned_N
+
+    def taught(self) -> np.ndarray | None:
+        """The log-probs that were recorded of a teacher."""
+        recorded = [rollout.teacher_logprobs for rollout in self.rollouts]
+        known = [logprobs for logprobs in recorded if logprobs is not None]
+        return self.chosen(known) if len(known) == len(recorded) else None
 
     def rows(self) -> list[list[tuple[np.ndarray, np.ndarray]]]:
         """(token ids, predictors) of each row of each rollout."""

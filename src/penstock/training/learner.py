@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from penstock.config import TrainConfig
-from penstock.training.optimizer import LossScale, Masters, Outcome, UpdateStep, make_optimizer
+from penstock.training.moments import StoredAdamW
+from penstock.training.optimizer import LossScale, Masters, Outcome, UpdateStep
 from penstock.training.pack import Pack
 from penstock.training.parallel.pipeline import Finish, Sampling, run_passes
 from penstock.training.policy import Policy
@@ -25,7 +26,7 @@ class Learner:
 
     policy: Policy
     masters: Masters
-    optimizer: torch.optim.Optimizer
+    optimizer: StoredAdamW
     update_step: UpdateStep
     loss_scale: LossScale
 
@@ -35,7 +36,8 @@ class Learner:
         self.policy.add_gradients_to(self.masters.of_parameters())
         if config.masters == "dithered":
             self.masters.dither(seed)
-        self.optimizer = make_optimizer(self.masters.parameters, config)
+        parameters, sharding = self.masters.parameters, self.policy.sharding
+        self.optimizer = StoredAdamW(parameters, config, seed=seed, sharding=sharding)
         self.update_step = UpdateStep(self.masters, self.optimizer, config.max_grad_norm)
         self.loss_scale = LossScale(dtype)
 

@@ -106,7 +106,7 @@ def token_logprobs(
         temperatures_N,
         rule,
         chunk_tokens,
-        _banned_here(banned, weight_VD, first),
+        banned_here(banned, weight_VD, first),
         None if kept is None else Kept(kept.bounds_N1, kept.ids_M - first),
         None if share is None else share.axis,
         add_to,
@@ -114,7 +114,7 @@ def token_logprobs(
     return result
 
 
-def _banned_here(
+def banned_here(
     banned: tuple[Tensor, Sequence[int]] | None, weight_VD: Tensor, first: int
 ) -> tuple[Tensor, Tensor] | None:
     """The flags of the tokens, and the banned columns of the vocabulary (of this rank's slice)."""

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from penstock.errors import RunError
 from penstock.model.transfer import to_device
 from penstock.training.algo.method import Algorithm
 from penstock.training.flat_batch import FlatBatch
@@ -83,6 +85,16 @@ class LossPart:
             entropy=settings.entropy_beta > 0, teacher=teacher, divergence=settings.divergence
         )
         return (*sampled, None, terms)
+
+    def recorded_teacher(self) -> Tensor:
+        """The log-probs that a teacher behind a server gave when the groups were journalled."""
+        taught_N, like_N = self.flat.teacher_N, self.inputs.behaviour_N
+        if taught_N is None:
+            raise RunError(
+                f"training: got responses without log-probs of teachers.{self.algorithm.settings.teacher}, "
+                "allowed: responses that were recorded with this teacher"
+            )
+        return to_device(taught_N, like_N.device).to(like_N.dtype)
 
     def set_advantages(self, advantages_N: np.ndarray) -> None:
         """Keep the advantages, for the metrics here and for the loss on the device."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,15 +31,18 @@ from penstock.model.decoder_check import (
     first_layers,
     kinds_end,
     long_length,
+    recorded_routes,
     rotation_length,
     token_logprobs,
 )
+from penstock.model.families import long_rope_from
 from penstock.model.stored_weights import StoredWeights
 from penstock.training.pack import Pack, make_pack
 from penstock.training.parallel.collectives import all_max
 from penstock.training.parallel.pipeline import run_passes
 from penstock.training.parallel.ranks import Ranks
 from penstock.training.policy import Policy
+from penstock.types import Choices
 from penstock.waits import tell_stage
 
 T = TypeVar("T")
@@ -52,7 +56,7 @@ HALF_LEAK = 0.02  # mean difference in half precision when only other sequences 
 def check_model(policy: Policy, path: str) -> None:
     """Let the policy pack sequences if no log-prob changes; else run each alone, if that is exact."""
     name = f"model.path: got {path!r} ({type(policy.model).__name__})"
-    sequences = _sequences(policy.model.get_input_embeddings().weight.shape[0])
+    sequences = _sequences(policy)
     tell_stage(f"checking the model in {str(policy.model.dtype).removeprefix('torch.')}")
     policy.train(False)
     with torch.no_grad():
@@ -70,7 +74,7 @@ def check_model(policy: Policy, path: str) -> None:
             ) from error
     whole_N, prefix_N = plain_N[: LENGTHS[0] - CONTEXT], plain_N[LENGTHS[0] - CONTEXT :]
     count = LENGTHS[1] - CONTEXT
-    if not _difference(policy, whole_N[:count], prefix_N[:count])[1]:
+    if not _routes(policy) and not _difference(policy, whole_N[:count], prefix_N[:count])[1]:
         raise UserError(f"{name}, in which tokens see the tokens after them, allowed: a causal LM")
     if reason is None:
         _check_long(policy, name)
@@ -96,8 +100,8 @@ def _compare(policy: Policy, sequences: list[np.ndarray]) -> tuple[Tensor, str |
         layers = kinds_end(policy.family) if filler else layers
     with first_layers(policy.model, layers) if filler else contextlib.nullcontext():
         policy.pack_sequences(False)
-        plain_N = _plain_logprobs(policy, sequences, filler)
-        return plain_N, _packing_fault(policy, sequences, plain_N)
+        plain_N, experts = _plain_logprobs(policy, sequences, filler)
+        return plain_N, _packing_fault(policy, sequences, plain_N, experts)
 
 
 def _check_long(policy: Policy, name: str) -> None:
@@ -111,9 +115,9 @@ def _check_long(policy: Policy, name: str) -> None:
     sequences = [check_ids(vocabulary, length).numpy()]
     with torch.no_grad(), first_layers(policy.model, kinds_end(policy.family)):
         policy.pack_sequences(False)
-        plain_N = _plain_logprobs(policy, sequences)
+        plain_N, experts = _plain_logprobs(policy, sequences)
         policy.pack_sequences(True)
-        gap, exact = _difference(policy, _policy_logprobs(policy, sequences), plain_N)
+        gap, exact = _difference(policy, _policy_logprobs(policy, sequences, experts), plain_N)
     if not exact:
         raise UserError(
             f"{name}, whose log-probs the trainer would miss by {gap:.2g} in a sequence of {length} tokens, "
@@ -165,7 +169,7 @@ def lay_out(policy: Policy, ranks: Ranks, path: str, stored: StoredWeights | Non
             f"train.parallel.context: got {ranks.context.size} with {type(policy.model).__name__} "
             f"({path!r}), which runs one sequence per forward pass, allowed: 1"
         )
-    sequences = _sequences(policy.model.get_input_embeddings().weight.shape[0])
+    sequences = _sequences(policy)
     policy.train(False)
     with torch.no_grad():
         if stored is None:
@@ -208,20 +212,24 @@ def _own_logprobs(policy: Policy, sequences: list[np.ndarray]) -> Tensor:
     packs = policy.packs
     policy.pack_sequences(False)
     try:
-        return _plain_logprobs(policy, sequences, filler)
+        return _plain_logprobs(policy, sequences, filler)[0]
     finally:
         policy.pack_sequences(packs)
 
 
-def _packing_fault(policy: Policy, sequences: list[np.ndarray], plain_N: Tensor) -> str | None:
+def _packing_fault(
+    policy: Policy, sequences: list[np.ndarray], plain_N: Tensor, experts: list[Choices | None]
+) -> str | None:
     """Why the policy cannot pack sequences, or None if it can."""
     if not getattr(policy.model, "_supports_attention_backend", False):
         return "its attention cannot be replaced by packed attention"
     if getattr(policy.model.config.get_text_config(), "attention_chunk_size", None):
         return "its attention works in chunks, which packed attention does not"
+    if not policy.family and long_rope_from(policy.model.config, policy.longest) is not None:
+        return "its rotation (long rope) depends on the longest sequence of a pass"
     policy.pack_sequences(True)
     try:
-        packed_N = _policy_logprobs(policy, sequences)
+        packed_N = _policy_logprobs(policy, sequences, experts)
         gap, exact = _difference(policy, packed_N, plain_N)
         if exact and policy.model.dtype in (torch.bfloat16, torch.float16):
             # Rounding hides a small leak; other neighbours show it, because shapes stay the same.
@@ -229,8 +237,9 @@ def _packing_fault(policy: Policy, sequences: list[np.ndarray], plain_N: Tensor)
             for ids in others[1::2]:
                 ids[CONTEXT:] = ids[CONTEXT:][::-1].copy()
             even = [n % 2 == 0 for n in range(len(LENGTHS))]
+            experts = [own if is_same else None for own, is_same in zip(experts, even, strict=True)]
             same_N = np.repeat(even, np.array(LENGTHS) - CONTEXT)
-            gap = float((_policy_logprobs(policy, others) - packed_N)[same_N].abs().mean())
+            gap = float((_policy_logprobs(policy, others, experts) - packed_N)[same_N].abs().mean())
             exact = gap <= HALF_LEAK
     except torch.OutOfMemoryError:
         raise
@@ -239,39 +248,80 @@ def _packing_fault(policy: Policy, sequences: list[np.ndarray], plain_N: Tensor)
     return None if exact else f"its layers mix packed sequences (log-probs differ by {gap:.2g})"
 
 
-def _sequences(vocabulary: int) -> list[np.ndarray]:
-    """Token ids from the middle of the vocabulary, away from special tokens."""
+def _sequences(policy: Policy) -> list[np.ndarray]:
+    """Token ids from the middle of the vocabulary, away from special tokens.
+
+    No context is shared where its tokens may have taken other experts in each sequence.
+    """
+    vocabulary = policy.model.get_input_embeddings().weight.shape[0]
     generator = np.random.default_rng(0)
     first, last = vocabulary // 4, max(3 * vocabulary // 4, vocabulary // 4 + 1)
     sequences = [generator.integers(first, last, length) for length in LENGTHS]
-    sequences[1] = sequences[0][: LENGTHS[1]]  # shows whether a token sees the tokens after it
+    if not _routes(policy):
+        sequences[1] = sequences[0][: LENGTHS[1]]  # shows whether a token sees the tokens after it
     return sequences
 
 
-def _plain_logprobs(policy: Policy, sequences: list[np.ndarray], filler: int = 0) -> Tensor:
-    """The unchanged model's log-probs of the sequences, each alone, laid end to end.
+def _routes(policy: Policy) -> bool:
+    """Whether the decoder chooses experts."""
+    return policy.family is not None and policy.family.experts is not None
+
+
+def _plain_logprobs(
+    policy: Policy, sequences: list[np.ndarray], filler: int = 0
+) -> tuple[Tensor, list[Choices | None]]:
+    """The unchanged model's log-probs of the sequences, each alone, laid end to end; and the experts it took.
 
     `filler` tokens after a sequence make it longer and change nothing else.
     """
-    rows = []
-    for ids in sequences:
-        ids_T = torch.from_numpy(ids).to(policy.device)
-        longer_T = torch.nn.functional.pad(ids_T, (0, filler), value=int(ids[0]))
-        logits_TV = policy.model(input_ids=longer_T[None], use_cache=False).logits[0]
-        rows.append(token_logprobs(logits_TV[: len(ids)], ids_T)[CONTEXT - 1 :])
-    return torch.cat(rows)
+    rows: list[Tensor] = []
+    experts: list[Choices | None] = []
+    with recorded_routes(policy.model, policy.family) as routes:
+        for ids in sequences:
+            ids_T = torch.from_numpy(ids).to(policy.device)
+            longer_T = torch.nn.functional.pad(ids_T, (0, filler), value=int(ids[0]))
+            logits_TV = policy.model(input_ids=longer_T[None], use_cache=False).logits[0]
+            rows.append(token_logprobs(logits_TV[: len(ids)], ids_T)[CONTEXT - 1 :])
+            experts.append(_choices(policy, routes, len(ids) - 1) if routes else None)
+    return torch.cat(rows), experts
+
+
+def _choices(policy: Policy, routes: dict[int, tuple[Tensor, Tensor]], passes: int) -> Choices:
+    """The experts of the first passes over a sequence, as an engine records them."""
+    assert policy.family is not None
+    assert policy.family.experts is not None
+    shape = passes, len(policy.family.layers), policy.family.experts.count
+    number_PLC = np.zeros(shape, np.uint16)
+    for layer, (_, chosen_RC) in routes.items():
+        number_PLC[:, layer] = chosen_RC[:passes].cpu().numpy() + 1
+    return replace(Choices.unknown(passes), experts=number_PLC.reshape(passes, -1))
 
 
 def _policy_logprobs(
-    policy: Policy, sequences: list[np.ndarray], *, backward: bool = False
+    policy: Policy,
+    sequences: list[np.ndarray],
+    experts: Sequence[Choices | None] = (),
+    *,
+    backward: bool = False,
 ) -> Tensor:
-    """The policy's log-probs of the sequences, laid end to end; or their gradients as well."""
+    """The policy's log-probs of the sequences, laid end to end; or their gradients as well.
+
+    `experts`: those that the tokens take, of each sequence.
+    """
     predictors = [np.arange(CONTEXT - 1, len(ids) - 1) for ids in sequences]
     first_token = np.cumsum([0, *(len(index) for index in predictors)])
     numbers = list(range(len(sequences)))
     result_N = torch.empty(int(first_token[-1]), dtype=torch.float64)
     for part in [numbers] if policy.packs else [[number] for number in numbers]:
-        pack = make_pack(part, sequences, predictors, first_token, policy.device)
+        pack = make_pack(
+            part,
+            sequences,
+            predictors,
+            first_token,
+            policy.device,
+            choices=experts,
+            replays=bool(experts),
+        )
         ones_N = torch.ones(len(pack.target_N), device=policy.device)
 
         def keep(pack: Pack, logprobs_N: Tensor, _: Tensor) -> Tensor:

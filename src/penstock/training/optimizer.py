@@ -1,4 +1,4 @@
-"""The optimizer: float32 master weights, AdamW over them, gradient clipping, learning rate, one step.
+"""The optimizer: float32 master weights, gradient clipping, learning rate, one step; AdamW is in `moments.py`.
 
 If the model computes in float32 the masters are its own parameters. If it computes in bfloat16 or
 float16 they hold the checkpoint's own digits: gradients are added to them in every backward pass, and
@@ -26,6 +26,7 @@ from penstock.errors import UserError
 from penstock.model.loading import format_of
 from penstock.model.transfer import HostCopy
 from penstock.training.dither import HALF_FORMATS, Place, dither_, dither_key
+from penstock.training.moments import StoredAdamW
 from penstock.training.parallel.sharding import Sharding, local
 from penstock.training.stats import UpdateLoss
 from penstock.waits import tell_stage
@@ -171,25 +172,6 @@ def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * factor)
 
 
-def make_optimizer(
-    parameters: dict[str, nn.Parameter], config: TrainConfig
-) -> torch.optim.Optimizer:
-    """AdamW over the parameters; vectors (norms, biases) have no weight decay."""
-    matrices = [parameter for parameter in parameters.values() if parameter.ndim > 1]
-    vectors = [parameter for parameter in parameters.values() if parameter.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
-
-
 def clip_gradients(
     parameters: dict[str, nn.Parameter], max_norm: float, sharding: Sharding
 ) -> float:
@@ -208,7 +190,7 @@ def clip_gradients(
 class UpdateStep:
     """Applies the gradients of the masters, and drops them."""
 
-    def __init__(self, masters: Masters, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+    def __init__(self, masters: Masters, optimizer: StoredAdamW, max_norm: float) -> None:
         self._masters, self._optimizer, self._max_norm = masters, optimizer, max_norm
         self._fused = _fused(masters, optimizer)
 
@@ -250,7 +232,7 @@ class UpdateStep:
         return outcome
 
 
-def _fused(masters: Masters, optimizer: torch.optim.Optimizer) -> Any | None:
+def _fused(masters: Masters, optimizer: StoredAdamW) -> Any | None:
     """The kernel that takes the step; None: plain torch does, as on a CPU and on several ranks."""
     devices = {master.device.type for master in masters.parameters.values()}
     if devices != {"cuda"} or masters.sharding.ranks.world > 1:

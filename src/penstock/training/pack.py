@@ -9,6 +9,7 @@ out, except in a pack of one row: there the model sees the sequence as it was sa
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections import Counter
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.config import TrainConfig
-from penstock.config.memory import ModelShape, pack_tokens
+from penstock.config.memory import GRADIENT, ModelShape, moment_bytes, pack_tokens
 from penstock.model.packed_attention import Block, Copies, PackLayout, SharedKeys
 from penstock.model.transfer import all_to_device
 from penstock.training.parallel.ranks import Ranks
@@ -84,16 +85,23 @@ def join_by_context(
 ) -> tuple[list[list[int]], list[int]]:
     """Join units (rows that stay together) of one tree, up to `budget` tokens; 0 joins none.
 
-    Return the joined units and the tokens of each; what a unit's first row is known to share is counted
-    once. A unit goes to the rows of the same context, else to rows that share a large part of it.
+    Return the joined units and the tokens of each; what a row shares with the row before it is counted once. A
+    unit goes to the rows of the same context, else to rows that share a large part of it.
     """
+
+    def packed(number: int) -> np.ndarray:
+        return token_ids[number][: int(predictors[number][-1]) + 1]
+
     joined: list[list[int]] = []
     costs: list[int] = []
     open_units: dict[bytes, int] = {}
     for unit in units:
         ids, length = token_ids[unit[0]], int(predictors[unit[0]][0]) + 1
-        cost = sum(int(predictors[number][-1]) + 1 for number in unit)
+        rows = [packed(number) for number in unit]
+        cost = sum(map(len, rows)) - sum(map(_num_equal, itertools.pairwise(rows)))
         place, shared = _open_unit(open_units, ids, length)
+        if place is not None:
+            shared = max(shared, _num_equal((rows[0], packed(joined[place][-1]))))
         if place is not None and costs[place] + cost - shared <= budget:
             joined[place] += unit
             costs[place] += cost - shared
@@ -111,7 +119,7 @@ def join_by_context(
 def _open_unit(
     open_units: dict[bytes, int], ids: np.ndarray, length: int
 ) -> tuple[int | None, int]:
-    """The newest unit with rows that begin as this context does, and the tokens that they share."""
+    """The newest unit with rows that begin as this context does, and the tokens that they share at least."""
     for shared in (length, *_parts(length)):
         place = open_units.get(_key(ids, shared))
         if place is not None and shared * _LEAST_SHARED >= length:
@@ -463,7 +471,7 @@ def token_budget(
 ) -> int:
     """The tokens of a pack on this device, where all ranks together train `trained` numbers; a choice is logged.
 
-    model: its config. each: bytes of a number as it computes.
+    They have no gradient and no moments yet. model: its config. each: bytes of a number as it computes.
     """
     if config.micro_batch_tokens:
         return config.micro_batch_tokens
@@ -474,7 +482,8 @@ def token_budget(
     shape = ModelShape.of(model)
     bytes_per_token = shape.bytes_per_token(each, checkpointing=config.gradient_checkpointing)
     share = trained // (ranks.data_world * ranks.context.size)
-    tokens = pack_tokens(free, share, bytes_per_token, shape.useful_tokens)
+    moments = 0 if config.offload_moments else moment_bytes(config.moments)
+    tokens = pack_tokens(free, share * (GRADIENT + moments), bytes_per_token, shape.useful_tokens)
     print(
         f"trainer on {device}: micro-batches of {tokens:,} tokens ({free / 2**30:.1f} GiB free, "
         f"{bytes_per_token / 2**10:,.0f} KiB of activations per token)",

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -39,9 +38,10 @@ from penstock.model.loading import (
 )
 from penstock.model.ops import Ops, TorchOps
 from penstock.model.parallel_plan import check_stages, tensor_plan
-from penstock.model.stored_weights import StoredWeights, build
+from penstock.model.stored_weights import StoredWeights, build, fill
 from penstock.training.adapters import ADAPTER, adapter_names
 from penstock.training.dither import HALF_FORMATS, WHOLE, Place, dither_, dither_key
+from penstock.training.exact import ExactForward
 from penstock.training.logprobs import (
     LogitRule,
     VocabularySlice,
@@ -83,6 +83,7 @@ class Policy(nn.Module):
         self._switched: list[nn.Module] | None = None  # by `train`; None: not looked up yet
         self._masters: Mapping[int, nn.Parameter] = {}  # of parameters by their ids
         self._rank_decoder: RankDecoder | None = None  # None: this rank has the whole model
+        self.exact: ExactForward | None = None  # None: the trainer's own arithmetic
         self._kernels: tuple[Ops, Products] | None = None  # None: not made yet
         self._weights: tuple[tuple[Products, int], Weights] | None = None  # of these layers
         self.rule = LogitRule.of(model, self.family)
@@ -103,6 +104,11 @@ class Policy(nn.Module):
         if self.decodes and not isinstance(self._table()[0], TorchOps):
             line = f"trainer on {self.device}: {len(self.layers)} layers train by kernels"
             print(line, file=sys.stderr, flush=True)
+
+    def make_exact(self) -> None:
+        """Compute log-probs with the bits of the engine from now on."""
+        is_plain = self.decodes and self._rank_decoder is None and not self.adapted_layers()
+        self.exact = ExactForward.of(self.model, self.family if is_plain else None)
 
     @property
     def decodes(self) -> bool:
@@ -215,6 +221,9 @@ class Policy(nn.Module):
         """The hidden states of the pack's predictors, by the decoder; or what the next stage goes on with."""
         assert self.family is not None
         ops, products = self._table()
+        if self.exact is not None:
+            weights = self._read_weights(products)
+            return self.exact.hidden_states(ops, weights, self._step(pack), pack)
         if self._rank_decoder is not None:
             return self._rank_decoder.hidden_states(
                 ops, products, pack, self._step(pack), hidden, checkpoints=self._checkpoints
@@ -269,19 +278,24 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         head, products = self.model.get_output_embeddings(), self._table()[1]
         bias = getattr(head, "bias", None)
+        banned = None if early_N is None else (early_N, self.end_ids)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            return token_logprobs(
+            logprobs_N, entropies_N = token_logprobs(
                 hidden_ND,
                 head.weight,
                 bias,
                 pack.target_N,
                 temperatures_N,
                 self.rule,
-                banned=None if early_N is None else (early_N, self.end_ids),
+                banned=banned,
                 kept=pack.kept,
                 share=self.head_share,
                 add_to=products.adder(head.weight) if isinstance(products, TrainProducts) else None,
             )
+            if self.exact is not None:
+                how = temperatures_N, banned
+                logprobs_N = self.exact.replace(logprobs_N, hidden_ND, pack, how)
+            return logprobs_N, entropies_N
 
     def warm_up(self, *, bans_ends: bool) -> None:
         """Compile the kernels of layers and head; `bans_ends`: some responses have min_tokens."""
@@ -318,6 +332,8 @@ class Policy(nn.Module):
             ]
         for module in self._switched:
             module.training = mode
+        if self.exact is not None:
+            self.exact.renew()  # the weights may have changed since the last pass
         return self
 
     def checkpoint_layers(self) -> None:
@@ -428,10 +444,12 @@ class Policy(nn.Module):
             for layer in layers:
                 layer.enable_adapters(True)
 
-    def published_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def published_weights(
+        self, dtype: torch.dtype, current: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (transformers name, tensor in `dtype`), adapters merged, tied weights once.
 
-        With a sharded model every rank must iterate, because each tensor is gathered.
+        `current`: where a parameter is now, if it may be offloaded. With a sharded model every rank must iterate, because each tensor is gathered.
         """
         stages = self.sharding.stages
         parameters = {n: p for n, p in self.model.named_parameters() if not stages.is_copy(n)}
@@ -441,7 +459,8 @@ class Policy(nn.Module):
                 continue
             format_, published = format_of(self.model, name, dtype), None
             if name in parameters:
-                published = self._published(name, parameters[name], adapted.get(name), format_)
+                here = current(parameters[name].detach()).to(self.device)
+                published = self._published(name, here, adapted.get(name), format_)
             if stages.owners:
                 published = stages.hand_out(name, published, format_, self.device)
             assert published is not None
@@ -476,30 +495,6 @@ class Policy(nn.Module):
             for name, module in self.model.named_modules()
             if hasattr(module, "lora_A") and hasattr(module, "base_layer")
         }
-
-    def describe_adapters(self) -> str:
-        """One line: which layers have adapters, what share of the weights they hold, and the rest."""
-        sizes = {
-            name: parameter.numel()
-            for name, parameter in self.model.named_parameters()
-            if ".lora_" not in name
-        }
-        adapted = self.adapted_layers()
-        shares: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
-        for name, size in sizes.items():
-            parts = name.removesuffix(".weight").removesuffix(".base_layer").split(".")
-            layer = ".".join(part for part in parts[-3:] if not part.isdigit())
-            shares[name in adapted][parts[-1] if name in adapted else layer] += size
-        total = sum(sizes.values())
-        rest = ", ".join(
-            f"{layer} {size / total:.0%}"
-            for layer, size in shares[False].most_common(3)
-            if size / total >= 0.005
-        )
-        return (
-            f"adapters: on {len(adapted)} linear layers ({', '.join(sorted(shares[True]))}) with "
-            f"{shares[True].total() / total:.0%} of the weights; without: {rest or 'nothing large'}"
-        )
 
     def merge_base(
         self, base: Tensor, name: str, dtype: torch.dtype, place: Place = WHOLE
@@ -561,17 +556,23 @@ def load_for_ranks(
 ) -> tuple[Any, StoredWeights | None]:
     """Load the model; or, for several ranks, only build it, for `fill` to read each rank's part.
 
-    A model with adapters, and one whose files do not hold its parameters as they are, is loaded whole.
+    A model with adapters, and one whose files do not hold its parameters as they are, is loaded by transformers.
     """
-    if ranks.world > 1 and not config.lora.rank:
+    device = trainer_device(config)
+    if not config.lora.rank and (ranks.world > 1 or device.type == "cuda"):
         packed_attention.register()
         built = build(
             resolve_model_path(config.path),
             dtype=dtype,
-            device=trainer_device(config),
+            device=device,
             trust_remote_code=config.trust_remote_code,
         )
         if built is not None:
-            add_end_ids(built[0], response_end_ids(config))
-            return built
+            model, stored = built
+            add_end_ids(model, response_end_ids(config))
+            if ranks.world > 1:
+                return model, stored
+            tell_stage("loading the model")
+            fill(model, stored, device)
+            return model, None
     return load_policy(config.path, config, dtype), None

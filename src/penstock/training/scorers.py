@@ -31,7 +31,7 @@ def load_scorers(config: Config, dtype: torch.dtype) -> tuple[Any | None, dict[s
     needs_reference = any(algorithm.settings.needs_reference for algorithm in algorithms)
     own = is_policy or not needs_reference
     reference = None if own else load(train.reference or config.model.path)
-    return reference, {n: load(t.path) for n, t in config.teachers.items() if not t.is_policy}
+    return reference, {n: load(t.path) for n, t in config.teachers.items() if t.is_loaded}
 
 
 def with_hints(groups: Iterable[Group], config: Config, chat: ChatTemplate) -> Iterator[Group]:

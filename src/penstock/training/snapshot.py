@@ -35,6 +35,7 @@ from penstock.model.transfer import to_host
 from penstock.training.adapters import ADAPTER
 from penstock.training.algo.controller import Controller
 from penstock.training.average import EMA, REFERENCE, Average
+from penstock.training.moments import StoredAdamW
 from penstock.training.optimizer import LossScale, Masters
 from penstock.training.parallel.ranks import Ranks
 from penstock.training.parallel.sharding import Part, Sharding
@@ -59,7 +60,7 @@ class TrainerState(Protocol):
     ranks: Ranks
     policy: Policy
     masters: Masters
-    optimizer: torch.optim.Optimizer
+    optimizer: StoredAdamW
     loss_scale: LossScale
     host_offload: HostOffload
     controllers: dict[str, Controller]
@@ -190,6 +191,14 @@ def read_state(path: Path) -> dict[str, Any]:
     return content
 
 
+def saved_masters(folder: Path) -> Tensors:
+    """The masters that a snapshot of one rank holds."""
+    pieces = read_state(folder / STATE)["pieces"]
+    return {
+        _owner(name): values for name, (_, values) in pieces.items() if name.startswith(_MASTER)
+    }
+
+
 def _save_model(consumer: TrainerState, weights: Tensors, folder: Path) -> None:
     """Write model and tokenizer as a folder that transformers' `from_pretrained` loads."""
     config, model = consumer.config.model, consumer.policy.model
@@ -249,12 +258,7 @@ def _make_moments(learners: Learners) -> None:
     """Give new optimizers the zero moments that their first step would make, to load into."""
     for learner in learners.values():
         for parameter in learner.masters.parameters.values():
-            if not learner.optimizer.state.get(parameter):
-                learner.optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter.detach()),
-                    "exp_avg_sq": torch.zeros_like(parameter.detach()),
-                }
+            learner.optimizer.moments_of(parameter)
 
 
 def _own_pieces(consumer: TrainerState) -> Pieces:

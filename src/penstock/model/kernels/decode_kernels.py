@@ -486,7 +486,7 @@ def _first_past(target, mass, COUNT: tl.constexpr):
 
 @triton.jit
 def _pick(
-    Logits, Key, Index, Temperature, Peak, Sum, Best, Token, Logprob, row_stride,
+    Logits, Key, Index, Temperature, Peak, Sum, Best, Known, Token, Logprob, row_stride,
     VOCABULARY, BLOCKS, BLOCKS_PAD: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_last(PDL)
@@ -500,6 +500,13 @@ def _pick(
     mass = tl.load(Sum + row * BLOCKS + at, mask=at < BLOCKS, other=0.0)
     mass = tl.where(peak == -float("inf"), 0.0, mass * tl.exp(peak - top))
     total = tl.sum(mass, 0)
+    # A row without a distribution (a NaN or +inf logit, or no finite one) gets token 0 and log-prob NaN.
+    valid = (total > 0.0) & (total < float("inf"))
+    if Known is not None:
+        known = tl.load(Known + row)
+        chosen = tl.load(Logits + row * row_stride + known).to(tl.float32) / temperature
+        tl.store(Logprob + row, tl.where(valid, chosen - top - tl.log(total), float("nan")))
+        return
     target = _uniform(tl.load(Key + row), tl.load(Index + row)) * total
     block = _first_past(target, mass, BLOCKS_PAD)
     before = tl.sum(tl.where(at < block, mass, 0.0), 0)
@@ -512,8 +519,6 @@ def _pick(
     weight = tl.exp(logit.to(tl.float32) / temperature - top)
     token = block * COLUMNS + _first_past(target - before, weight, COLUMNS)
     likeliest = tl.load(Best + row * BLOCKS + tl.argmax(peak, 0), mask=greedy, other=0)
-    # A row without a distribution (a NaN or +inf logit, or no finite one) gets token 0 and log-prob NaN.
-    valid = (total > 0.0) & (total < float("inf"))
     token = tl.where(valid, tl.where(greedy, likeliest, token), 0)
     chosen = tl.load(Logits + row * row_stride + token).to(tl.float32) / temperature
     tl.store(Token + row, token.to(tl.int64))
@@ -525,9 +530,11 @@ def sample_rows(
     key_B: torch.Tensor,
     index_B: torch.Tensor,
     temperature_B: torch.Tensor,
+    known_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token and log-prob of each row; temperature 0: the likeliest token, log-prob at 1.
 
+    Known tokens are not sampled again: their log-probs have the bits that they had when they were sampled.
     A row whose logits are no distribution (NaN, +inf, or none finite) gets log-prob NaN.
     """
     rows, vocabulary = logits_BV.shape
@@ -544,8 +551,8 @@ def sample_rows(
     )  # fmt: skip
     pick: Any = _pick
     pick[(rows,)](
-        logits_BV, key_B, index_B, temperature_B, peak, mass, best, token, logprob,
+        logits_BV, key_B, index_B, temperature_B, peak, mass, best, known_B, token, logprob,
         logits_BV.stride(0), vocabulary, blocks,
         BLOCKS_PAD=next_power_of_2(blocks), COLUMNS=_COLUMNS, num_warps=8, **how,
     )  # fmt: skip
-    return token, logprob
+    return token if known_B is None else known_B, logprob

@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Triton kernels of experts: routing, sorting, the products of all experts in one launch, and their sum.
 
+Rows that each belong to one group (the adapter of a request) are one choice of one expert.
+
 The host learns nothing of the choice of experts, so that CUDA graphs capture all of it. An entry is one choice of one
 token. Entries are sorted by expert; a program of a product finds the expert of its rows by itself, and as many are
 launched as the least even choice needs. Every sum has a fixed order.
@@ -19,6 +21,7 @@ from penstock.model.kernels.row_kernels import activate, halves, overlapped, wai
 from penstock.model.kernels.row_tiles import cdiv, next_power_of_2
 
 _COLUMNS = 1024  # of the sum, per program
+_EXACT_MEAN = 128  # rows of an expert that tiles are chosen for where bits are those of any batch
 _SORTED = 1024  # entries that a program compares at once
 
 
@@ -32,9 +35,9 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def choose_tiles(entries: int, experts: int, dtype: torch.dtype) -> Tiles:
-    """How to cut the products, by the mean number of rows of an expert."""
-    mean = entries // experts
+def choose_tiles(entries: int, experts: int, dtype: torch.dtype, *, exact: bool = False) -> Tiles:
+    """How to cut the products, by the mean number of rows of an expert; exact: always the same way."""
+    mean = _EXACT_MEAN if exact else entries // experts
     if dtype.itemsize > 2:  # no tensor cores
         return Tiles(16, 32, 32, 4, 2)
     if mean <= 16:
@@ -47,7 +50,7 @@ def choose_tiles(entries: int, experts: int, dtype: torch.dtype) -> Tiles:
 class Routes(NamedTuple):
     """The choices of tokens, [rows x choices], and the entries in the order of their experts."""
 
-    weight_N: torch.Tensor  # float32
+    weight_N: torch.Tensor  # float32; of rows in groups there are none
     order_N: torch.Tensor  # int32: entries
     start_E1: torch.Tensor  # int32: where the entries of each expert begin in this order
     choices: int  # experts per token
@@ -58,7 +61,7 @@ class Routes(NamedTuple):
 
 
 @triton.jit
-def _route(
+def _best_experts(
     Logits, Expert, Weight, EXPERTS: tl.constexpr, PAD: tl.constexpr, COUNT: tl.constexpr,
     COUNT_PAD: tl.constexpr, RENORMALISES: tl.constexpr, ROUNDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -103,23 +106,36 @@ def _sort_entries(Expert, Order, Start, entries, BLOCK: tl.constexpr, PDL: tl.co
         tl.store(Start + expert + 1, place)
 
 
-def route(logit_RE: torch.Tensor, count: int, *, renormalises: bool, rounds: bool) -> Routes:
-    """The best experts of each row by a softmax of its logits; `rounds`: weights have the logits' format."""
+def best_experts(
+    logit_RE: torch.Tensor, count: int, *, renormalises: bool, rounds: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights, float32, and the numbers, int32, of the best experts of each row by a softmax of its logits.
+
+    `rounds`: weights have the logits' format.
+    """
     rows, experts = logit_RE.shape
     assert logit_RE.is_contiguous()
-    weight_N = logit_RE.new_empty(rows * count, dtype=torch.float32)
-    expert_N, order_N = logit_RE.new_empty((2, rows * count), dtype=torch.int32)
-    start_E1 = logit_RE.new_empty(experts + 1, dtype=torch.int32)
-    how = overlapped(logit_RE.device)
-    choose: Any = _route
-    choose[(rows,)](
-        logit_RE, expert_N, weight_N, EXPERTS=experts, PAD=next_power_of_2(experts),
+    weight_RC = logit_RE.new_empty(rows, count, dtype=torch.float32)
+    expert_RC = torch.empty_like(weight_RC, dtype=torch.int32)
+    kernel: Any = _best_experts
+    kernel[(rows,)](
+        logit_RE, expert_RC, weight_RC, EXPERTS=experts, PAD=next_power_of_2(experts),
         COUNT=count, COUNT_PAD=next_power_of_2(count), RENORMALISES=renormalises,
-        ROUNDS=rounds, num_warps=1, **how,
+        ROUNDS=rounds, num_warps=1, **overlapped(logit_RE.device),
     )  # fmt: skip
-    sort: Any = _sort_entries
-    sort[(experts,)](expert_N, order_N, start_E1, rows * count, BLOCK=_SORTED, num_warps=4, **how)
-    return Routes(weight_N, order_N, start_E1, count)
+    return weight_RC, expert_RC
+
+
+def sort_entries(weight_RC: torch.Tensor, expert_RC: torch.Tensor, experts: int) -> Routes:
+    """The entries of rows that take these of `experts`."""
+    order_N = expert_RC.new_empty(expert_RC.numel(), dtype=torch.int32)
+    start_E1 = expert_RC.new_empty(experts + 1, dtype=torch.int32)
+    kernel: Any = _sort_entries
+    kernel[(experts,)](
+        expert_RC, order_N, start_E1, len(order_N), BLOCK=_SORTED, num_warps=4,
+        **overlapped(expert_RC.device),
+    )  # fmt: skip
+    return Routes(weight_RC.flatten(), order_N, start_E1, expert_RC.shape[1])
 
 
 @triton.jit
@@ -196,9 +212,11 @@ def _expert_gates(
 def _expert_outputs(
     X, Weight, Bias, Order, Start, Share, Out, weight_expert, weight_out, weight_in,
     EXPERTS: tl.constexpr, PAD: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
-    BIASED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    BIASED: tl.constexpr, GATHERS: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    # Reads rows in the order of experts and writes entries; GATHERS: the other way round.
+    # ADDS: onto what is there, without a share.
     wait_for_last(PDL)
     expert, first, end = _rows_of_tile(Start, tl.program_id(0), EXPERTS, PAD, ROWS)
     if first >= end:
@@ -206,13 +224,16 @@ def _expert_outputs(
     place, at = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     here = place < end
     entry = tl.load(Order + place, mask=here, other=0).to(tl.int64)
+    read, written = place.to(tl.int64), entry
+    if GATHERS:
+        read, written = entry, place.to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < WIDTH
     source = Weight + expert * weight_expert + column[None, :] * weight_out
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in range(0, K, BLOCK):
         x = tl.load(
-            X + place.to(tl.int64)[:, None] * K + k + at[None, :],
+            X + read[:, None] * K + k + at[None, :],
             mask=here[:, None] & (k + at < K)[None, :], other=0.0,
         )  # fmt: skip
         weight = tl.load(
@@ -224,12 +245,16 @@ def _expert_outputs(
         bias = tl.load(Bias + expert * WIDTH + column, mask=inside, other=0.0)
         total += bias.to(tl.float32)[None, :]
     kind = Out.dtype.element_ty
-    share = tl.load(Share + entry, mask=here, other=0.0)[:, None]
-    tl.store(
-        Out + entry[:, None] * WIDTH + column[None, :],
-        (total.to(kind).to(tl.float32) * share).to(kind),
-        mask=here[:, None] & inside[None, :],
-    )  # fmt: skip
+    target, shown = (
+        Out + written[:, None] * WIDTH + column[None, :],
+        here[:, None] & inside[None, :],
+    )
+    total = total.to(kind).to(tl.float32)
+    if ADDS:
+        total += tl.load(target, mask=shown, other=0.0).to(tl.float32)
+    elif not GATHERS:
+        total *= tl.load(Share + entry, mask=here, other=0.0)[:, None]
+    tl.store(target, total.to(kind), mask=shown)
 
 
 @triton.jit
@@ -264,7 +289,7 @@ def expert_gates(
     assert x_RD.is_contiguous()
     output_NF = x_RD.new_empty(len(routes.order_N), width)
     alpha, limit = clamp or (0.0, 0.0)
-    grid, how = _launch(routes, x_RD, width)
+    grid, how = _launch(routes, x_RD, width, stack)
     kernel: Any = _expert_gates
     kernel[grid](
         x_RD, weight, weight if stack.bias_EO is None else stack.bias_EO, routes.order_N,
@@ -279,16 +304,10 @@ def add_expert_outputs(
     total_RD: torch.Tensor, gated_NF: torch.Tensor, routes: Routes, stack: LinearStack
 ) -> torch.Tensor:
     """Add the weighted outputs of each row's experts to the total in place; return the total."""
-    weight, (rows, width) = stack.weight_EOI, total_RD.shape
+    rows, width = total_RD.shape
     assert total_RD.is_contiguous()
     entries_ND = total_RD.new_empty(len(gated_NF), width)
-    grid, how = _launch(routes, gated_NF, width)
-    kernel: Any = _expert_outputs
-    kernel[grid](
-        gated_NF, weight, weight if stack.bias_EO is None else stack.bias_EO, routes.order_N,
-        routes.start_E1, routes.weight_N, entries_ND, *weight.stride(), K=gated_NF.shape[1],
-        WIDTH=width, BIASED=stack.bias_EO is not None, **how,
-    )  # fmt: skip
+    _multiply(gated_NF, routes, stack, entries_ND)
     add: Any = _add_entries
     add[(rows, cdiv(width, _COLUMNS))](
         entries_ND, total_RD, width, COUNT=routes.choices, BLOCK=_COLUMNS, num_warps=4,
@@ -297,10 +316,48 @@ def add_expert_outputs(
     return total_RD
 
 
-def _launch(routes: Routes, x: torch.Tensor, width: int) -> tuple[tuple[int, int], dict[str, Any]]:
+def group_products(x_RD: torch.Tensor, routes: Routes, weight_GOI: torch.Tensor) -> torch.Tensor:
+    """The product of each row with its group's matrix, in the order of groups; nothing behind the last one's."""
+    output_RO = x_RD.new_empty(len(x_RD), weight_GOI.shape[1])
+    _multiply(x_RD, routes, LinearStack(weight_GOI, None), output_RO, gathers=True)
+    return output_RO
+
+
+def add_group_products(
+    total_RO: torch.Tensor, x_RD: torch.Tensor, routes: Routes, weight_GOI: torch.Tensor
+) -> torch.Tensor:
+    """Add the products of rows in the order of groups to the total in place; return the total."""
+    _multiply(x_RD, routes, LinearStack(weight_GOI, None), total_RO, adds=True)
+    return total_RO
+
+
+def _multiply(
+    x: torch.Tensor,
+    routes: Routes,
+    stack: LinearStack,
+    output: torch.Tensor,
+    *,
+    gathers: bool = False,
+    adds: bool = False,
+) -> None:
+    weight, width = stack.weight_EOI, output.shape[1]
+    assert x.is_contiguous()
+    assert output.is_contiguous()
+    grid, how = _launch(routes, x, width, stack)
+    kernel: Any = _expert_outputs
+    kernel[grid](
+        x, weight, weight if stack.bias_EO is None else stack.bias_EO, routes.order_N,
+        routes.start_E1, routes.weight_N, output, *weight.stride(), K=x.shape[1], WIDTH=width,
+        BIASED=stack.bias_EO is not None, GATHERS=gathers, ADDS=adds, **how,
+    )  # fmt: skip
+
+
+def _launch(
+    routes: Routes, x: torch.Tensor, width: int, stack: LinearStack
+) -> tuple[tuple[int, int], dict[str, Any]]:
     """The grid of a product for the least even choice, and what both products take."""
     entries, experts = len(routes.order_N), routes.experts
-    tiles = choose_tiles(entries, experts, x.dtype)
+    tiles = choose_tiles(entries, experts, x.dtype, exact=stack.exact)
     most = min(entries, entries // tiles.rows + experts)
     how = {
         "EXPERTS": experts, "PAD": next_power_of_2(experts), "ROWS": tiles.rows,

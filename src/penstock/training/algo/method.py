@@ -387,7 +387,7 @@ def _check_critic(config: Config, settings: AlgorithmSettings, key: str) -> None
         )
 
 
-def _check_teacher(config: Config, settings: AlgorithmSettings, key: str) -> None:
+def _check_teacher(config: Config, task: str, settings: AlgorithmSettings, key: str) -> None:
     """Refuse a teacher that is not there or teaches nothing, and terms that these ranks cannot compute."""
     if (settings.teacher or settings.distills) and settings.teacher not in config.teachers:
         names = ", ".join(config.teachers) or "none is defined: add [teachers.NAME] with its path"
@@ -406,6 +406,24 @@ def _check_teacher(config: Config, settings: AlgorithmSettings, key: str) -> Non
         raise UserError(
             f"{key}: got divergence {settings.divergence} and entropy_beta {settings.entropy_beta:g} with "
             f"{copies} ranks for one copy of the model, allowed: divergence sampled and entropy_beta 0, or one rank"
+        )
+    if config.asks_server(task):
+        _check_server(config, task, settings, key)
+
+
+def _check_server(config: Config, task: str, settings: AlgorithmSettings, key: str) -> None:
+    """Refuse what a server cannot tell: it knows the log-probs of the sampled tokens, at temperature 1."""
+    if settings.compares_vocabulary:
+        raise UserError(
+            f"{key}.divergence: got {settings.divergence} with teachers.{settings.teacher}, a server, which tells "
+            "the log-probs of the sampled tokens alone, allowed: sampled, or a teacher with a path"
+        )
+    sampling = config.task_sampling(task)
+    anneals = sampling.anneal.end is not None
+    if sampling.temperature != 1 or sampling.cuts_tokens or sampling.min_tokens or anneals:
+        raise UserError(
+            f"tasks.{task}.sampling: got other settings than temperature 1, all tokens and min_tokens 0 with "
+            f"teachers.{settings.teacher}, a server, whose log-probs are those, allowed: these, or a teacher with a path"
         )
 
 
@@ -465,7 +483,7 @@ def _check_task(config: Config, task: str) -> None:
         )
     _check_normalization(settings, key)
     _check_critic(config, settings, key)
-    _check_teacher(config, settings, key)
+    _check_teacher(config, task, settings, key)
     _check_own_teacher(config, task, settings, key)
     _check_targets(settings, key)
     if settings.kl_beta > 0 and settings.kl_in == "none":
