@@ -149,9 +149,9 @@ def h200(times: float) -> Profile:
             step_s=1.14e-3 * times, row_s=2.46e-6 * times, prefill_s=1e-3 * times, slots=512
         ),
         train=TrainModel(fixed_s=0.05 * times, token_s=times / 80_000),
-        reward_s=[0.005],  # assumed
-        publish_s=[0.004 * times],
-        sync_s=[0.45 * times],  # 1 GB from node to node with gloo
+        reward_s=0.005,  # assumed
+        publish_s=0.004 * times,
+        sync_s=0.45 * times,  # 1 GB from node to node with gloo
     )
 
 

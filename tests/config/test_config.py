@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tomllib
@@ -14,8 +15,7 @@ import pytest
 
 from penstock.config import Config
 from penstock.config.doubts import doubts
-from penstock.config.foreign_words import COMMON, rows
-from penstock.config.mistakes import REMOVED, valid_keys
+from penstock.config.mistakes import COMMON, rows, valid_keys
 from penstock.config.plugins import load
 from penstock.config.source import (
     LoadedConfig,
@@ -78,6 +78,9 @@ def overrides_with(pattern: str) -> list[str]:
     if pattern.startswith("*"):
         return [f"{pattern[1:]}=1", f"tasks.train.{pattern[1:]}=1"]
     return [f"{pattern.replace('*', 'heldout')}=1"]
+
+
+REMOVED = {row["key"]: row["advice"] for row in rows("removed")}
 
 
 @pytest.mark.parametrize("pattern", REMOVED)
@@ -282,6 +285,18 @@ def test_engines_that_this_machine_cannot_have_are_refused(words: list[str], lin
     with pytest.raises(UserError) as refused:
         preflight.check(load_config(None, words).config)
     assert str(refused.value).startswith(line)
+
+
+def test_a_model_that_the_default_engine_cannot_sample_is_told_at_once(tmp_path: Path) -> None:
+    """Linear attention, also in the text part of an image model; another engine samples it."""
+    words = [f"model.path={tmp_path}", "train.steps=1"]
+    for settings in ({"model_type": "lfm2"}, {"text_config": {"model_type": "qwen3_5_text"}}):
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        with pytest.raises(
+            UserError, match=r"^engine.name: got 'transformers' .* 'vllm' or 'openai'"
+        ):
+            preflight.check(load_config(None, words).config)
+    preflight.check_engine(load_config(None, [*words, "engine.name=openai"]).config)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,7 @@ def test_a_trainer_of_small_numbers() -> None:
     needs = trainer_needs(TINY, each=2, tokens=5)
     assert (needs.weights, needs.masters) == (2 * 1696, 4 * 1696)
     assert (needs.gradients, needs.moments) == (4 * 1696, 8 * 1696)
+    assert needs.saved == (2 + 4 + 8) * 1696
     assert needs.activations == 5 * (2 * (12 * 8 + 4 * 24) + 10) * 2
     again = trainer_needs(TINY, each=2, tokens=5, checkpointing=True)
     assert again.activations == 5 * (2 * 8 + 12 * 8 + 4 * 24 + 10) * 2
@@ -169,7 +170,7 @@ def test_tokens_of_a_pack(
     free: int, trained: int, model: ModelShape, checkpointing: bool, wanted: int
 ) -> None:
     per_token = model.bytes_per_token(2, checkpointing=checkpointing)
-    assert pack_tokens(free, trained, per_token, model.useful_tokens) == wanted
+    assert pack_tokens(free, 12 * trained, per_token, model.useful_tokens) == wanted
 
 
 def test_small_layers_need_larger_packs() -> None:

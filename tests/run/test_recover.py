@@ -16,8 +16,8 @@ import pytest
 from penstock.config.source import load_config
 from penstock.errors import DigestMismatch, JournalDamaged, UserError
 from penstock.inspection.findings.live import LiveFindings
+from penstock.inspection.laws import chain_faults, redone_versions
 from penstock.inspection.track.logs import last_logged_step, read_metrics, restore_metrics
-from penstock.inspection.weight_chain import chain_faults, redone_versions
 from penstock.rollout.evaluation.evaluate import SUMMARY, restore_summaries
 from penstock.run.recover import keep_trainer_alive, redo, save_at_stop
 from penstock.store.checkpoint import CheckpointStore

@@ -148,12 +148,17 @@ def _numbers_of(path: Path) -> int:
     return sum(math.prod(tensor["shape"]) for tensor in tensors)
 
 
-def pack_tokens(free: int, trained: int, bytes_per_token: int, useful: int) -> int:
-    """The tokens of a pack on a GPU, at most `useful`, where `trained` numbers have no gradient and moments yet.
+def moment_bytes(kind: str) -> int:
+    """Both moments of a trained number, by train.moments."""
+    return MOMENTS if kind == "float32" else MOMENTS // 2
 
-    Activations take half of the memory that is then free; the rest is for logits, fragments and what others allocate.
+
+def pack_tokens(free: int, trained: int, bytes_per_token: int, useful: int) -> int:
+    """The tokens of a pack on a GPU, at most `useful`, of whose free memory the update will take `trained` bytes.
+
+    Activations take half of what is left; the rest is for logits, fragments and what others allocate.
     """
-    room = max(0, free - (GRADIENT + MOMENTS) * trained) // 2
+    room = max(0, free - trained) // 2
     return max(LEAST_TOKENS, min(useful, room // bytes_per_token // 1024 * 1024))
 
 
@@ -166,6 +171,7 @@ class TrainerNeeds:
     gradients: int
     moments: int
     activations: int  # of the largest pack: layers and logits
+    saved: int  # a checkpoint, which lies in main memory while it is written
 
     @property
     def total(self) -> int:
@@ -191,12 +197,14 @@ def trainer_needs(
     averages: int = 0,
     scorers: int = 0,
     published: int = 0,
+    moments: int = MOMENTS,
 ) -> TrainerNeeds:
     """What a rank needs for packs of `tokens`.
 
     each: bytes of a number as the model computes. rank: of adapters. shards: ranks that share the model; zero: what
     they share. learners: models that are trained (two with a critic). averages: float32 copies that follow the
     masters. scorers: frozen models beside the policy. published: copies of the weights that wait for engines.
+    moments: bytes of a number's.
     """
     trained = shape.adapters(rank) if rank else shape.parameters
     copies = learners + scorers + published
@@ -211,6 +219,10 @@ def trainer_needs(
         weights=each * shape.parameters * copies // (shards if zero == 3 else 1),
         masters=masters // shards,
         gradients=GRADIENT * trained * learners // (shards if zero > 1 else 1),
-        moments=MOMENTS * trained * learners // shards,
+        moments=moments * trained * learners // shards,
         activations=tokens * (layers + shape.vocabulary * each),
+        saved=(
+            each * shape.parameters + trained * (learners * (MASTER + moments) + averages * MASTER)
+        )
+        // shards,
     )

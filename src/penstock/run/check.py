@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from rich.console import Console
@@ -34,11 +35,14 @@ from penstock.inspection.track.console import finding_table
 from penstock.inspection.track.logs import Finding
 from penstock.rollout.agent import AgentLoop
 from penstock.rollout.agent.build import CheckResult, check_agent, try_agent
+from penstock.rollout.agent.single_turn import ask_policy
+from penstock.rollout.taught import taught
 from penstock.run.fit import Fit, fitted
 from penstock.run.job import open_agent, open_reward, open_trainer, serve_agents
 from penstock.run.run_data import RunData, count_steps
 from penstock.store.journal import Journal
 from penstock.types import Batch, Group, Rollout, Status
+from penstock.waits import Waits
 from penstock.workers.inline import opened_engine
 
 _PROMPTS = 3
@@ -197,11 +201,18 @@ async def _sample(seen: Rehearsal, data: RunData) -> None:
                 data,
                 closing,
                 engine=engine,
-                reward=open_reward(config.tasks[name], sampling, dataset.is_chat, closing),
+                reward=open_reward(
+                    config.tasks[name],
+                    sampling,
+                    dataset.is_chat,
+                    closing,
+                    ask_policy=partial(ask_policy, engine, data.chat),
+                ),
                 recorder=journal,
                 endpoint=endpoint,
                 note=seen.notes.append,
             )
+            agent = await taught(config, name, agent, dataset, data.chat, closing, Waits())
             size = sampling.num_generations
             sampler = Sampler(dataset, task_name=name, prompt_repeat_k=size, seed=config.seed)
             agents[name] = agent, sampler

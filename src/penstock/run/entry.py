@@ -27,11 +27,13 @@ if TYPE_CHECKING:
 def train(config: Config, own_data: Sequence[Path] = ()) -> RunFolder:
     """Check the config and train it to the end; the run keeps the files `own_data` in its folder."""
     with early_workers(config):
+        from penstock.data.chat import ask_hub
         from penstock.run import preflight
         from penstock.run.fit import fitted, say_fit
         from penstock.run.session import outside_a_loop, train_new
 
         preflight.check(config)
+        ask_hub(config.model.path, "model.path")  # before a worker starts
         fit = fitted(config)
         say_fit(fit)
 

@@ -1,8 +1,7 @@
 """Fit: whether a run fits the memory of its devices, and the settings that make it fit, before anything is loaded.
 
-`fitted` tries, in this order and only where the user has not decided: as it is, engine and trainer in turns
-(`launch.colocate`), activations computed again (`train.gradient_checkpointing`). Packs and KV cache shrink by themselves
-to what is free. What cannot fit is refused with the nearest setting that can. A model that is not on this machine yet,
+`fitted` takes the first of `_chosen` that fits: settings that change no result before those that do, and none that
+the user has decided. Packs and KV cache shrink by themselves to what is free. What cannot fit is refused with the nearest setting that can. A model that is not on this machine yet,
 nodes of Ray, and GPUs that nvidia-smi does not list are not known before they start: nothing is said of them.
 """
 
@@ -11,13 +10,20 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 
 from penstock.config import Config
-from penstock.config.memory import LEAST_TOKENS, ModelShape, read_shape, trainer_needs
+from penstock.config.memory import (
+    LEAST_TOKENS,
+    ModelShape,
+    moment_bytes,
+    read_shape,
+    trainer_needs,
+)
 from penstock.config.source import with_overrides
 from penstock.errors import UserError
 from penstock.files import console, say
@@ -27,13 +33,17 @@ from penstock.training.algo.method import task_algorithms
 PROCESS = 100 * 2**20  # main memory of a process with torch, beside what processes share
 _CUDA = 2**30  # device memory of a process for CUDA itself, its libraries and fragments
 _LEAST_REQUESTS = 16  # that an engine on a GPU decodes together, as long as they can be
+_BESIDE = 0.3  # of a GPU, which an engine beside a trainer takes at most for its KV cache
 _PUBLISHED = 2  # versions of the weights in shared memory: the newest, and the one that engines may still read
 _EASY = 0.95  # of a device: estimates are not exact
 _TURNS, _AGAIN = "launch.colocate=true", "train.gradient_checkpointing=true"
+_AWAY, _SHORT = "train.offload_moments=true", "train.moments=bfloat16"
 _COLUMNS = ("weights", "masters", "grads", "moments", "packs", "KV", "other")
 _WHY = {
     _TURNS: "engine and trainer take turns on the GPU",
     _AGAIN: "activations are computed again in the backward pass",
+    _AWAY: "AdamW's moments stay in main memory",
+    _SHORT: "AdamW's moments are rounded to 16 bits, at random",
 }
 
 
@@ -94,11 +104,16 @@ class Device:
 
     @property
     def need(self) -> int:
-        """The most at one time."""
+        """The most at one time; a process keeps what CUDA itself takes while the other side has the GPU."""
         by_role = {True: 0, False: 0}
         for part in self.parts:
             by_role[part.name == "trainer"] += part.total
-        return max(by_role.values()) if self.in_turns else sum(by_role.values())
+        if not self.in_turns:
+            return sum(by_role.values())
+        kept = {True: 0, False: 0}
+        for part in self.parts:
+            kept[part.name == "trainer"] += part.sizes["other"]
+        return max(by_role[role] + kept[not role] for role in (True, False))
 
     @property
     def place(self) -> str:
@@ -156,18 +171,48 @@ def fitted(config: Config, machine: Machine | None = None, shape: ModelShape | N
     machine = machine or Machine.here(config)
     if machine is None:
         return Fit(config=config, devices=())
-    given = {
-        _TURNS: "colocate" in config.launch.model_fields_set,
-        _AGAIN: "gradient_checkpointing" in config.train.model_fields_set,
-    }
-    free = [choice for choice in (_TURNS, _AGAIN) if not given[choice]]
-    for number in range(len(free) + 1):
-        fit = _estimate(config, free[:number], shape, machine)
-        if fit.crowded(_EASY) is None:
-            return fit
-    if fit.crowded() is None:
-        return fit
-    raise UserError(_refusal(fit, shape, machine))
+    fit = _first(config, [], shape, machine, _EASY) or _first(config, [], shape, machine)
+    if fit is None:
+        raise UserError(_refusal(config, shape, machine))
+    return fit
+
+
+def _first(
+    config: Config, words: Sequence[str], shape: ModelShape, machine: Machine, share: float = 1.0
+) -> Fit | None:
+    """The first choice that, beside these settings, needs no more than this share of any device."""
+    fits = _fits(config, words, shape, machine)
+    return next((fit for fit in fits if fit.crowded(share) is None), None)
+
+
+def _fits(
+    config: Config, words: Sequence[str], shape: ModelShape, machine: Machine
+) -> Iterator[Fit]:
+    """Yield what the run needs with each choice, beside these settings."""
+    for chosen in _chosen(config, machine):
+        with suppress(UserError):  # some do not go with others of the config
+            yield _estimate(config, [*words, *chosen], shape, machine)
+
+
+def _chosen(config: Config, machine: Machine) -> Iterator[list[str]]:
+    """Yield the settings that need less memory and are not decided yet, from none to all of them.
+
+    Engine and trainer take turns where that helps. What waits for its turn needs main memory: where there is too little
+    of it, they stay side by side.
+    """
+    yield []
+    train, decided = config.train.model_fields_set, config.launch.model_fields_set
+    turns = [_TURNS] if machine.gpus and "colocate" not in decided else []
+    free = [
+        words
+        for words in (_AWAY, _AGAIN, _SHORT)
+        if words.partition("=")[0].removeprefix("train.") not in train
+    ]
+    if not machine.gpus:
+        free = [words for words in free if words != _AWAY]
+    for place in (turns, []):
+        for chosen in range(2 ** len(free)):
+            yield [*place, *(words for bit, words in enumerate(free) if chosen >> bit & 1)]
 
 
 def say_fit(fit: Fit) -> None:
@@ -190,47 +235,40 @@ def _estimate(config: Config, overrides: Sequence[str], shape: ModelShape, machi
     return Fit(config=config, devices=devices, choices=choices)
 
 
-def _refusal(fit: Fit, shape: ModelShape, machine: Machine) -> str:
-    """What does not fit, and the nearest setting that does."""
-    crowded, config = fit.crowded(), fit.config
-    assert crowded is not None
-    assert crowded.total is not None
+def _refusal(config: Config, shape: ModelShape, machine: Machine) -> str:
+    """What does not fit, and the nearest setting that does, beside those that are then chosen."""
+    fits = _fits(config, [], shape, machine)
+    over = [(each.need, each.total or 0, each.place) for fit in fits if (each := fit.crowded())]
+    need, total, place = min(over, key=lambda each: each[0] / each[1])
     what = (
-        f"memory: {config.model.path} needs at least {size_text(crowded.need)} of {crowded.place}, which has "
-        f"{size_text(crowded.total)}"
+        f"memory: {config.model.path} needs at least {size_text(need)} of {place}, which has "
+        f"{size_text(total)}"
     )
     for words in _nearest(config, machine):
-        if (
-            all(_valid(config, words))
-            and _estimate(config, words, shape, machine).crowded() is None
-        ):
+        if _first(config, words, shape, machine) is not None:
             return f"{what}; allowed: {' '.join(words)}"
     return f"{what}; allowed: a smaller model (this one has {shape.parameters / 1e9:.1f} billion parameters)"
 
 
-def _valid(config: Config, words: Sequence[str]) -> Iterator[bool]:
-    try:
-        with_overrides(config, words)
-    except UserError:
-        yield False
-
-
 def _nearest(config: Config, machine: Machine) -> Iterator[list[str]]:
     """Settings that need less memory, the smallest change first."""
-    both = [_TURNS, _AGAIN] if machine.gpus else [_AGAIN]
-    yield both
+    decided = [_AWAY, _AGAIN, _SHORT]
+    if machine.gpus:
+        decided.insert(0, _TURNS)
+    for words in decided:
+        yield [words]
+    yield decided
     if config.train.micro_batch_tokens > LEAST_TOKENS:
-        yield [*both, f"train.micro_batch_tokens={LEAST_TOKENS}"]
+        yield [f"train.micro_batch_tokens={LEAST_TOKENS}"]
     for fewer in (config.launch.num_producers // 2**n for n in range(1, 30)):
         if fewer:
             yield [f"launch.num_producers={fewer}"]
     for part in (2, 4, 8):
-        yield [*both, f"sampling.max_tokens={max(1, config.sampling.max_tokens // part)}"]
+        yield [f"sampling.max_tokens={max(1, config.sampling.max_tokens // part)}"]
     for ranks in range(config.launch.num_consumers + 1, len(machine.gpus) + 1):
-        yield [*both, f"launch.num_consumers={ranks}", f"launch.num_producers={ranks}"]
+        yield [f"launch.num_consumers={ranks}", f"launch.num_producers={ranks}"]
     if not config.model.lora.rank:
         yield ["model.lora.rank=16"]
-        yield ["model.lora.rank=16", *both]
 
 
 # ---- what each part needs
@@ -242,32 +280,39 @@ def _on_gpus(config: Config, shape: ModelShape, machine: Machine) -> Iterator[De
     before = 0 if launch.colocate else launch.num_consumers
     trainers = [rank % count for rank in range(launch.num_consumers)]
     engines = [(before + number) % count for number in range(config.num_engines)]
-    asleep = 0
+    asleep, saved = dict.fromkeys(("weights", "masters", "moments"), 0), 0
     for gpu, total in enumerate(machine.gpus):
-        beside = 0 if launch.colocate else engines.count(gpu)
-        parts = [_trainer(config, shape, each, total, beside) for _ in range(trainers.count(gpu))]
-        parts += [_engine(config, shape, each, on_gpu=True) for place in engines if place == gpu]
+        parts = list[Part]()
+        for _ in range(trainers.count(gpu)):
+            part, checkpoint = _trainer(config, shape, each, total)
+            saved += checkpoint
+            if config.train.offload_moments:
+                asleep["moments"] += part.sizes.pop("moments")
+            parts.append(part)
+        beside = bool(parts) and not launch.colocate
+        cache = int(total * _BESIDE / max(1, engines.count(gpu))) if beside else 0
+        for place in engines:
+            if place == gpu:
+                parts.append(_engine(config, shape, each, on_gpu=True, cache=cache))
         in_turns = launch.colocate and len({part.name for part in parts}) > 1
         if in_turns:
-            asleep += sum(_resident(part) for part in parts)
+            for column in asleep:
+                asleep[column] += sum(part.sizes.get(column, 0) for part in parts)
         if parts:
             yield Device(name=f"cuda:{gpu}", total=total, parts=tuple(parts), in_turns=in_turns)
     processes = (launch.num_consumers + config.num_engines) * PROCESS
-    laid_out = _PUBLISHED * shape.parameters * each if launch.colocate else 0
-    waiting = Part(name="waiting", sizes={"weights": asleep + laid_out, "other": processes})
-    yield Device(name="host", total=machine.host, parts=(waiting,))
-
-
-def _resident(part: Part) -> int:
-    """What goes to main memory while the other side has the GPU."""
-    return sum(part.sizes.get(name, 0) for name in ("weights", "masters", "moments"))
+    asleep["weights"] += _PUBLISHED * shape.parameters * each if launch.colocate else 0
+    waiting = Part(name="waiting", sizes={**asleep, "other": processes})
+    parts = [waiting, Part(name="checkpoint", sizes={"other": saved})]
+    yield Device(name="host", total=machine.host, parts=tuple(parts))
 
 
 def _on_host(config: Config, shape: ModelShape, machine: Machine) -> Iterator[Device]:
     each = 2 if config.model.dtype in ("bfloat16", "float16") else 4
-    trainer = _trainer(config, shape, each, None, 0)
+    trainer, saved = _trainer(config, shape, each, None)
     engine = _engine(config, shape, each, on_gpu=False)
-    parts = [trainer] * config.launch.num_consumers
+    ranks = config.launch.num_consumers
+    parts = [trainer] * ranks + [Part(name="checkpoint", sizes={"other": saved * ranks})]
     if config.num_engines > 3:  # one line for all of them
         each_size = {name: size * config.num_engines for name, size in engine.sizes.items()}
         parts.append(Part(name=f"{config.num_engines} engines", sizes=each_size))
@@ -276,8 +321,8 @@ def _on_host(config: Config, shape: ModelShape, machine: Machine) -> Iterator[De
     yield Device(name="host", total=machine.host, parts=tuple(parts))
 
 
-def _trainer(config: Config, shape: ModelShape, each: int, total: int | None, engines: int) -> Part:
-    """A trainer rank; `total` bytes of its GPU, where `engines` work at the same time; None: on a CPU."""
+def _trainer(config: Config, shape: ModelShape, each: int, total: int | None) -> tuple[Part, int]:
+    """A trainer rank, and the bytes of its checkpoint; `total` bytes of its GPU; None: on a CPU."""
     train, rank, ranks = config.train, config.model.lora.rank, config.launch.num_consumers
     algorithms = [method.settings for method in task_algorithms(config).values()]
     own_reference = rank > 0 and not train.reference
@@ -294,10 +339,11 @@ def _trainer(config: Config, shape: ModelShape, each: int, total: int | None, en
         learners=1 + any(settings.has_critic for settings in algorithms),
         averages=train.reference_moves + bool(train.ema_decay),
         scorers=(refers and not train.reference_moves)
-        + sum(not teacher.is_policy for teacher in config.teachers.values()),
+        + sum(teacher.is_loaded for teacher in config.teachers.values()),
         published=_published(config, total is not None),
+        moments=moment_bytes(train.moments),
     )
-    return Part(
+    part = Part(
         name="trainer",
         sizes={
             "weights": needs.weights,
@@ -308,6 +354,7 @@ def _trainer(config: Config, shape: ModelShape, each: int, total: int | None, en
             "other": PROCESS if total is None else _CUDA,
         },
     )
+    return part, needs.saved
 
 
 def _published(config: Config, on_gpu: bool) -> int:
@@ -330,11 +377,18 @@ def _longest(config: Config, shape: ModelShape) -> int:
     return min(longest, shape.positions or longest)
 
 
-def _engine(config: Config, shape: ModelShape, each: int, *, on_gpu: bool) -> Part:
-    """An engine with the smallest KV cache that is of use; it takes more where more is free."""
+def _engine(config: Config, shape: ModelShape, each: int, *, on_gpu: bool, cache: int = 0) -> Part:
+    """An engine with the smallest KV cache that is of use; beside a trainer with all that it may take.
+
+    cache: how much that is, in bytes.
+    """
     other = _CUDA if on_gpu else PROCESS
     if config.engine.name == "openai":
         return Part(name="engine", sizes={"other": other})
-    tokens = _longest(config, shape) * (_LEAST_REQUESTS if on_gpu else 1)
-    sizes = {"weights": shape.parameters * each, "KV": tokens * shape.kv_bytes(each)}
-    return Part(name="engine", sizes={**sizes, "other": other})
+    request = _longest(config, shape) * shape.kv_bytes(each)
+    kv = request * (_LEAST_REQUESTS if on_gpu else 1)
+    if cache:
+        samples = max(config.task_sampling(name).num_generations for name in config.tasks)
+        ahead = 1 + max(config.task_produce(name).staleness_bound for name in config.tasks)
+        kv = max(kv, min(cache, request * samples * config.train.groups_per_step * ahead))
+    return Part(name="engine", sizes={"weights": shape.parameters * each, "KV": kv, "other": other})

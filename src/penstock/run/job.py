@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 from penstock.config import Config, SamplingConfig, TaskDataConfig
 from penstock.config.demo import context_length
 from penstock.config.plugins import load
-from penstock.data.curriculum import make_sampler
 from penstock.data.identity import TOTAL_STEPS, measure
-from penstock.data.sampler import PromptSource
+from penstock.data.sampler import PromptSource, make_sampler
 from penstock.engine.protocol import InferenceEngine
 from penstock.inspection.findings.live import LiveFindings
 from penstock.inspection.track.console import StartDisplay
@@ -46,12 +45,14 @@ from penstock.rollout import (
 )
 from penstock.rollout.agent.build import build_agent
 from penstock.rollout.agent.function import FunctionAgent, InterruptedCalls
+from penstock.rollout.agent.single_turn import ask_policy
 from penstock.rollout.evaluation.evaluate import (
     EvalTask,
     Evaluations,
     best_or_pending,
     choose_problems,
 )
+from penstock.rollout.taught import taught
 from penstock.run.foundation import BatchSource, Foundation, NewestVersion, Status, lay_foundation
 from penstock.run.run_data import RunData, count_steps, duplicates, left_behind, overlaps
 from penstock.run.stop_rules import StopRules
@@ -164,7 +165,7 @@ async def open_job(
             note=doubts.append,
         )
         source = await _producer(parts, total_steps)
-        eval_tasks = _eval_tasks(config, data, base.waits, closing, endpoint)
+        eval_tasks = _eval_tasks(config, data, base.waits, closing, endpoint, workers.engine)
         asked = {task.name: [problem.messages for problem in task.problems] for task in eval_tasks}
         shared = await left_behind(lambda: overlaps(data.train, asked))
         job = join_parts(
@@ -367,7 +368,7 @@ async def open_evaluation(
         data = await RunData.read(config, with_training=False)
         engine = await closing.enter_async_context(opened_engine(config))
         endpoint = await serve_agents(config.eval.tasks.values(), closing)
-        yield engine, _eval_tasks(config, data, Waits(), closing, endpoint)
+        yield engine, _eval_tasks(config, data, Waits(), closing, endpoint, engine)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -384,22 +385,22 @@ class _TaskParts:
 
 
 async def _producer(parts: _TaskParts, total_steps: int) -> Producer:
-    config, tasks = parts.config, []
+    config, tasks, waits = parts.config, [], parts.workers.events.waits
     buffer = ReplayBuffer(max_groups_per_task=config.produce.max_buffered_groups)
     for name in config.tasks:
         dataset, produce = parts.data.train[name], config.task_produce(name)
         sampling = _with_anneal_steps(config, name, len(dataset))
+        loop, chat = await _agent_loop(parts, name, sampling), parts.data.chat
         task = make_task(
             config,
             name,
             buffer,
             prompts=dataset,
-            agent_loop=await _agent_loop(parts, name, sampling),
+            agent_loop=await taught(config, name, loop, dataset, chat, parts.closing, waits),
             strategy=strategy_config(produce, _validity(config, name, produce.is_valid_sample)),
             num_skipped_long=dataset.num_skipped_long,
         )
         tasks.append(task)
-    waits = parts.workers.events.waits
     return make_producer(config, tasks, buffer, parts.journal, waits, total_steps)
 
 
@@ -454,14 +455,18 @@ async def _agent_loop(parts: _TaskParts, name: str, sampling: SamplingConfig) ->
         closing.push_async_callback(remote.close)
         return remote
     waits, lane = workers.events.waits, f"rewards of {name}"
+    engine = cast(InferenceEngine, workers.engine)
+    asks = partial(ask_policy, engine, parts.data.chat)
     return open_agent(
         parts.config,
         name,
         sampling,
         parts.data,
         closing,
-        engine=cast(InferenceEngine, workers.engine),
-        reward=open_reward(task, sampling, is_chat, closing, waits=waits, lane=lane),
+        engine=engine,
+        reward=open_reward(
+            task, sampling, is_chat, closing, waits=waits, lane=lane, ask_policy=asks
+        ),
         recorder=journal,
         endpoint=parts.endpoint,
         note=parts.note,
@@ -533,12 +538,14 @@ def _eval_tasks(
     waits: Waits,
     closing: AsyncExitStack,
     endpoint: Endpoint | None,
+    engine: InferenceEngine | None,
 ) -> list[EvalTask]:
     settings, tasks = config.eval, []
+    where: dict[str, Any] = {"waits": waits, "ask_policy": partial(ask_policy, engine, data.chat)}
     for name, task in settings.tasks.items():
         sampling = config.eval_sampling(name)
         is_chat, lane = data.evaluation[name].is_chat, f"rewards of eval {name}"
-        reward = open_reward(task, sampling, is_chat, closing, waits=waits, lane=lane)
+        reward = open_reward(task, sampling, is_chat, closing, lane=lane, **where)
         tasks.append(
             EvalTask(
                 name=name,

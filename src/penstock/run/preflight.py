@@ -15,10 +15,13 @@ from pathlib import Path
 
 from penstock import reward
 from penstock.config import Config, TaskDataConfig
+from penstock.config.demo import text_settings
 from penstock.config.plugins import check_name, load
+from penstock.config.secrets import from_environment
+from penstock.config.server_url import server_url
 from penstock.data import validate_source
-from penstock.data.chat import load_tokenizer
-from penstock.data.dataset import first_prompts, gives_own_reward, teacher_template
+from penstock.data.chat import ask_hub, load_tokenizer
+from penstock.data.dataset import HINT, first_prompts, gives_own_reward, teacher_template
 from penstock.engine import ENGINES
 from penstock.errors import RewardError, UserError
 from penstock.inspection.track import TRACKERS
@@ -38,6 +41,12 @@ from penstock.weights import SYNC_KINDS, sync_kind
 from penstock.workers import LAUNCHERS
 
 _TRIED_PROMPTS, _TRIAL_S = 3, 20.0  # with which a user's reward is tried
+# model types with convolutions, state spaces or linear attention, which the engine transformers cannot sample
+_WITH_STATE = """
+bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h
+olmo_hybrid qwen3_5 qwen3_5_moe qwen3_next recurrent_gemma rwkv xlstm zamba2 zaya
+"""
+WITH_STATE = frozenset(_WITH_STATE.split())
 _OPTIONAL = ("vllm", "wandb", "ray")  # packages, and the extras that install them
 
 
@@ -68,8 +77,11 @@ def check(config: Config) -> None:
         if path:
             check_model(path, key)
     for name, teacher in config.teachers.items():
-        if not teacher.is_policy:
+        if teacher.is_loaded:
             _check_vocabulary(config, name)
+        elif teacher.base_url:
+            server_url(f"teachers.{name}.base_url", teacher.base_url)
+            from_environment(f"teachers.{name}.api_key_variable", teacher.api_key_variable)
     check_parallel(config)
     if config.train.steps is None and config.train.episodes is None:
         raise UserError("train.steps: got nothing, allowed: train.steps or train.episodes")
@@ -120,6 +132,13 @@ def check_engine(config: Config) -> None:
     check_name("engine.name", config.engine.name, ENGINES)
     _check_installed(config.engine.name)
     check_model(config.model.path, "model.path")
+    kind = text_settings(config.model.path).get("model_type", "").removesuffix("_text")
+    own = any(engine.name == "transformers" for engine in config.engine_kinds())
+    if own and kind in WITH_STATE:
+        raise UserError(
+            f"engine.name: got 'transformers' with model.path = {config.model.path!r} (type {kind}), whose layers keep "
+            "more than keys and values, allowed: 'vllm' or 'openai'; the trainer runs this model, one sequence per pass"
+        )
 
 
 def check_tasks(key: str, tasks: Iterable[tuple[str, TaskDataConfig]]) -> None:
@@ -127,8 +146,9 @@ def check_tasks(key: str, tasks: Iterable[tuple[str, TaskDataConfig]]) -> None:
     for name, task in tasks:
         where = f"{key}.{name}"
         readers = reward.fields_read(task.rewards)
-        if "{answer}" in teacher_template(task):
-            readers["gt_answer"] = "teacher_template"
+        for field in HINT.findall(teacher_template(task)):
+            if field != "prompt":
+                readers["gt_answer" if field == "answer" else field] = "teacher_template"
         try:
             validate_source(name, task, readers=readers)
         except UserError as error:
@@ -193,6 +213,7 @@ def _check_vocabulary(config: Config, name: str) -> None:
     """Refuse a teacher whose tokens are not the policy's: their probabilities cannot be compared."""
     path = config.teachers[name].path
     check_model(path, f"teachers.{name}.path")
+    ask_hub(path, f"teachers.{name}.path")
     trusts = config.model.trust_remote_code
     own, other = (
         load_tokenizer(place, trust_remote_code=trusts).get_vocab()

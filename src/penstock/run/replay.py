@@ -24,6 +24,7 @@ from pydantic import TypeAdapter
 
 from penstock.config import Config, EvalConfig
 from penstock.config.source import with_overrides
+from penstock.data.chat import ChatTemplate
 from penstock.data.identity import absolute_paths, code_fact, scorer_facts
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.errors import EngineError, RewardError, UserError
@@ -34,6 +35,7 @@ from penstock.rollout.agent import AgentLoop
 from penstock.rollout.agent.build import check_agent, loop_class
 from penstock.rollout.agent.function import InterruptedCalls
 from penstock.rollout.agent.session import KeptCalls
+from penstock.rollout.taught import TeacherServer, connected
 from penstock.run.foundation import BatchSource, lay_foundation
 from penstock.run.job import Job, join_parts, open_agent, open_reward, open_trainer, serve_agents
 from penstock.run.recover import recompute
@@ -352,7 +354,7 @@ async def open_fork(folder: RunFolder, notes: Notes | None = None) -> AsyncItera
         trainer = open_trainer(config, folder.logs, events=base.events)
         workers = await stack.enter_async_context(trainer)
         scores = read_scores(folder.path)
-        source = RecordedBatches(recorded, base.journal, config, origin.steps, scores)
+        source = RecordedBatches(recorded, base.journal, config, origin.steps, stack, scores)
         steps, facts = config.train.steps, {**code_fact(config), **scorer_facts(config)}
         job = join_parts(config, folder, base, workers, source, steps, stack, facts=facts)
         job.findings.start(base.journal.last_committed_step(), job.facts)
@@ -371,9 +373,12 @@ class RecordedBatches(BatchSource):
         journal: Journal,
         config: Config,
         last: int,
+        closing: AsyncExitStack,
         scores: NewScores | None = None,
     ) -> None:
         """`last`: the parent's last step that is used; `scores`: in place of those recorded."""
+        self._config, self._closing = config, closing
+        self._teachers: dict[str, TeacherServer] = {}  # of tasks whose log-probs are not recorded
         self._recorded, self._journal = recorded, journal
         self._size = config.train.groups_per_step
         self._groups = recorded_groups(recorded, config, last, scores)
@@ -406,10 +411,24 @@ class RecordedBatches(BatchSource):
         groups: list[Group] = []
         while len(groups) < self._size:
             group, keep = next(self._groups)  # a fork has no more steps than its groups fill
+            await self._teach(group)
             if await self._journal_group(group, keep):
                 groups.append(group)
         await self._journal.begin_step(step, groups)
         return Batch(step=step, groups=tuple(groups))
+
+    async def _teach(self, group: Group) -> None:
+        """Ask a teacher behind a server for the log-probs that the parent has not recorded."""
+        lacking = [rollout for rollout in group.rollouts if rollout.teacher_logprobs is None]
+        task, config = group.task, self._config
+        if not lacking or not config.asks_server(task):
+            return
+        if task not in self._teachers:
+            chat = ChatTemplate.from_config(config.model)
+            self._teachers[task] = await connected(
+                config, task, [group.prompt], chat, self._closing
+            )
+        await asyncio.gather(*map(self._teachers[task].teach, lacking))
 
     async def _journal_group(self, group: Group, keep: bool) -> bool:
         """Bring a group into the fork's journal; return whether it is trained now."""

@@ -23,8 +23,7 @@ from penstock import reward
 from penstock.config import Config
 from penstock.config.changes import Change
 from penstock.config.doubts import doubts
-from penstock.config.paths import model_folder
-from penstock.config.plugins import PYTHON
+from penstock.config.plugins import PYTHON, model_folder
 from penstock.config.source import with_overrides
 from penstock.data.identity import absolute_paths, check_copy, check_files, differences
 from penstock.errors import JournalDamaged, PenstockError, RunError, StopRequested, UserError

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from penstock import cli
+from penstock.engine.protocol import GenerationRequest, SamplingParams
 from penstock.errors import UserError
-from penstock.run.twin.fit import Call, fit, fit_decode, read_profile, read_recording, replay
+from penstock.run.twin.engine import ModelledEngine
+from penstock.run.twin.fit import Call, fit, fit_decode, read_profile, read_recording
 from penstock.run.twin.plan import check, measured
 from penstock.run.twin.profile import DecodeModel, Profile
 from penstock.run.twin.simulate import simulate
+from penstock.run.twin.virtual_time import VirtualClock
+from penstock.waits import loop_time
 from stages.made_run import make_run
 from stages.made_timeline import (
     ENGINE,
@@ -40,8 +44,8 @@ def test_the_fit_finds_what_made_the_timeline(run: Path) -> None:
         assert profile.decode.seconds(rows) == pytest.approx(ENGINE.seconds(rows), rel=0.15)
     assert profile.train.fixed_s == pytest.approx(TRAIN_FIXED_S, rel=0.2)
     assert profile.train.token_s == pytest.approx(TRAIN_TOKEN_S, rel=0.1)
-    assert profile.reward_s[0] == pytest.approx(REWARD_S)
-    assert profile.sync_s[0] == pytest.approx(SYNC_S)
+    assert profile.reward_s == pytest.approx(REWARD_S)
+    assert profile.sync_s == pytest.approx(SYNC_S)
     recorded = read_recording_of(run)
     assert sum(sum(group.lengths) for group in profile.groups) >= sum(recorded.step_tokens.values())
     assert any(group.refused for group in profile.groups)
@@ -51,14 +55,28 @@ def test_the_fit_finds_the_speed_of_an_engine_at_which_calls_wait_for_slots() ->
     """The median call lasts twice as long as it decodes; from there a fit went 7 % astray."""
     true = DecodeModel(step_s=0.08, row_s=5e-5, prefill_s=0.002, slots=32)
     starts = [0.0] * 24 + [6.2] * 8 + [3.2 * turn for turn in range(3, 9) for _ in range(8)]
-    calls = [Call(start, start, (40, 40, 40, 40)) for start in starts]
-    parts = replay(calls, true)
-    seconds = parts @ np.array([true.step_s, true.row_s, true.prefill_s])
-    lane = [
-        replace(call, end=call.start + float(took))
-        for call, took in zip(calls, seconds, strict=True)
-    ]
-    assert fit_decode([lane], 32).seconds(32) == pytest.approx(true.seconds(32), rel=0.01)
+    clock = VirtualClock()
+    engine = ModelledEngine(true, lambda name: 40)
+
+    async def ask(number: int, start: float) -> Call:
+        await asyncio.sleep(start)
+        await engine.generate_many([request_of(f"{number}.{n}") for n in range(4)])
+        return Call(start, loop_time(), (40, 40, 40, 40))
+
+    async def ask_all() -> list[Call]:
+        return await asyncio.gather(*(ask(*entry) for entry in enumerate(starts)))
+
+    try:
+        lane = sorted(clock.run(ask_all()), key=lambda call: call.start)
+    finally:
+        clock.close()
+    assert fit_decode([lane], 32).seconds(32) == pytest.approx(true.seconds(32), rel=0.02)
+
+
+def request_of(name: str) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name, prompt_ids=np.zeros(1, np.int32), sampling=SamplingParams(), seed=0
+    )
 
 
 def read_recording_of(run: Path):  # type: ignore[no-untyped-def]
@@ -148,7 +166,7 @@ _SMALL = {
     "source": "small",
     "groups": [{"lengths": [3], "rewards": [0.0], "refused": False, "task": ""}],
     "decode": {"step_s": 0.1, "row_s": 0.0, "prefill_s": 0.0, "slots": 4},
-    "train": {"fixed_s": 1.0, "token_s": 0.0, "spread": [1.0]},
+    "train": {"fixed_s": 1.0, "token_s": 0.0},
 }
 
 
@@ -199,7 +217,7 @@ def test_the_command_simulates_engines_of_different_speeds(
     monkeypatch.chdir(tmp_path)
     engine = {"step_s": 0.1, "row_s": 0.0, "prefill_s": 0.0, "slots": 8}
     seen = {"lengths": [40, 40], "rewards": [0.0, 1.0], "refused": False, "task": ""}
-    train = {"fixed_s": 0.0, "token_s": 0.0, "spread": [1.0]}
+    train = {"fixed_s": 0.0, "token_s": 0.0}
     Path("p.json").write_text(
         json.dumps({**_SMALL, "groups": [seen], "decode": engine, "train": train})
     )

@@ -9,6 +9,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 from penstock.config import Config
 from penstock.config.source import with_overrides
@@ -41,14 +42,16 @@ class Plan:
         return max(self.splits, key=lambda result: result.tokens_per_s, default=None)
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Check:
+class Check(NamedTuple):
     """A figure of a real run, and what the twin said without it."""
 
     name: str
     real: float
     predicted: float
-    is_share: bool = False
+
+    @property
+    def is_share(self) -> bool:
+        return self.name.endswith(" idle")
 
     @property
     def error(self) -> float:
@@ -154,12 +157,10 @@ def check(run: str, profile: Profile) -> list[Check]:
     seconds, trainer_idle, engine_idle = measured(recording)
     tokens = sum(recording.step_tokens.values())
     return [
-        Check(name="tokens/s", real=tokens / seconds, predicted=predicted.tokens_per_s),
-        Check(name="s per step", real=seconds / steps, predicted=predicted.seconds_per_step),
-        Check(
-            name="trainer idle", real=trainer_idle, predicted=predicted.trainer_idle, is_share=True
-        ),
-        Check(name="engine idle", real=engine_idle, predicted=predicted.engine_idle, is_share=True),
+        Check("tokens/s", tokens / seconds, predicted.tokens_per_s),
+        Check("s per step", seconds / steps, predicted.seconds_per_step),
+        Check("trainer idle", trainer_idle, predicted.trainer_idle),
+        Check("engine idle", engine_idle, predicted.engine_idle),
     ]
 
 
@@ -251,7 +252,7 @@ def check_lines(run: str, source: str, checks: Sequence[Check]) -> Iterator[str]
 
 
 def check_json(checks: Sequence[Check]) -> str:
-    return json.dumps({check.name: {**asdict(check), "error": check.error} for check in checks})
+    return json.dumps({check.name: {**check._asdict(), "error": check.error} for check in checks})
 
 
 def json_of(profile: Profile, plan: Plan) -> str:

@@ -55,11 +55,9 @@ class TrainModel:
 
     fixed_s: float
     token_s: float  # per response token, on one rank
-    spread: tuple[float, ...] = (1.0,)  # seconds of steps, relative to the model
 
-    def seconds(self, tokens: int, ranks: int, step: int = 0) -> float:
-        shared = self.token_s * tokens * rank_share(ranks)
-        return (self.fixed_s + shared) * self.spread[step % len(self.spread)]
+    def seconds(self, tokens: int, ranks: int) -> float:
+        return self.fixed_s + self.token_s * tokens * rank_share(ranks)
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,20 +72,20 @@ class SeenGroup:
 
 @dataclass(slots=True, kw_only=True)
 class Profile:
-    """The distributions of a run. Lists are samples, drawn again in their order."""
+    """The lengths and rewards of a run's groups, drawn again in their order, and the times of its parts."""
 
     source: str
     groups: list[SeenGroup]
     decode: DecodeModel  # of an engine as [engine] says
     train: TrainModel
     kinds: dict[str, DecodeModel] = field(default_factory=dict)  # `kind_name` -> such an engine
-    reward_s: list[float] = field(default_factory=lambda: [0.0])  # of one response
-    publish_s: list[float] = field(default_factory=lambda: [0.0])  # weights leaving the trainer
-    sync_s: list[float] = field(default_factory=lambda: [0.0])  # an engine loading weights
-    land_s: list[float] = field(default_factory=lambda: [0.0])  # a group being journalled
-    before_s: list[float] = field(default_factory=lambda: [0.0])  # from a batch to its update
-    after_s: list[float] = field(default_factory=lambda: [0.0])  # from an update to the next wait
-    checkpoint_s: list[float] = field(default_factory=lambda: [0.0])
+    reward_s: float = 0.0  # of a group, from its first reward to the end of its last
+    publish_s: float = 0.0  # weights leaving the trainer
+    sync_s: float = 0.0  # an engine loading weights
+    land_s: float = 0.0  # a group being journalled
+    before_s: float = 0.0  # from a batch to its update
+    after_s: float = 0.0  # from an update to the next wait
+    checkpoint_s: float = 0.0
     evaluations: dict[str, int] = field(default_factory=dict)  # task -> responses of an evaluation
     driver_s_per_group: float = DRIVER_S_PER_GROUP
     driver_s_per_response: float = DRIVER_S_PER_RESPONSE

@@ -1,14 +1,11 @@
 """Run a config on virtual time: the real loop, producer, strategies, buffer, pool and dispatch.
 
-Two things make large runs cheap: more engines than `MOST_ENGINES` are equal packs of engines, each one
-engine with as many slots, and of more groups than `MANY_GROUPS` only the first steps are run; the second half of
-them stands for the others.
+Of more groups than `MANY_GROUPS` only the first steps are run; the second half of them stands for the others.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -20,7 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from penstock.config import Config, LaunchConfig, SamplingConfig
+from penstock.config import Config, SamplingConfig
 from penstock.engine.protocol import InferenceEngine
 from penstock.errors import UserError
 from penstock.inspection.track.logs import Fanout, JsonlTracker, Notes
@@ -37,7 +34,6 @@ from penstock.run.twin.engine import (
     ModelledReward,
     ModelledTrainer,
     Recorded,
-    Samples,
     place_of,
 )
 from penstock.run.twin.profile import Profile, kind_name
@@ -51,7 +47,6 @@ from penstock.workers.inline import ThreadWorker
 from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.workers.workers import Workers, start_workers
 
-MOST_ENGINES = 64
 MANY_GROUPS, LEAST_STEPS = 20_000, 6
 DRIVER_IS_FULL = 0.9  # of its core
 _COLLECT_AFTER = 1_000_000  # new objects; by default Python looks for garbage every few groups
@@ -126,17 +121,6 @@ def check_executes_nothing(config: Config) -> None:
             )
 
 
-def packs(launch: LaunchConfig) -> list[tuple[int, int]]:
-    """The packs of engines: the number of its first engine, and how many equal ones it has."""
-    size = math.ceil(launch.num_producers / MOST_ENGINES)
-    counts = [kind.count for kind in launch.producer_kinds]
-    packed, first = [], 0
-    for count in (*counts, launch.num_producers - sum(counts)):
-        packed += [(first + n, min(size, count - n)) for n in range(0, count, size)]
-        first += count
-    return packed
-
-
 async def _run(config: Config, profile: Profile, steps: int, all_steps: int) -> Result:
     """steps: those that are run. all_steps: those that the producer works for."""
     async with AsyncExitStack() as closing:
@@ -144,27 +128,34 @@ async def _run(config: Config, profile: Profile, steps: int, all_steps: int) -> 
         twin = _Twin(config, profile)
         await twin.run(RunFolder(Path(folder)), steps, all_steps, closing)
     steady = _steady_steps(config, steps)
-    before = twin.measured.get(steps - steady, _Measured(np.zeros(7), Counter(), Counter()))
-    measured = twin.measured[steps].extended(before, (all_steps - steps) / steady)
-    seconds, tokens, groups, trained_s, busy_s, row_s, driven_s = map(float, measured.figures)
-    seconds, engines = max(seconds, 1e-9), config.launch.num_producers
-    drops = {**measured.drops, "left over": twin.left_over}
+    done, before = twin.measured[steps], twin.measured.get(steps - steady, {})
+    times = (all_steps - steps) / steady  # that the steady steps are repeated
+    total = {key: n + times * (n - before.get(key, 0.0)) for key, n in done.items()}
+    seconds, engines = max(total["seconds"], 1e-9), config.launch.num_producers
+    slots = sum(engine.rows.model.slots for engine in twin.engines)
     result = Result(
         engines=engines,
         ranks=config.launch.num_consumers,
         steps=all_steps,
         seconds=seconds,
-        tokens=round(tokens),
-        trainer_idle=max(0.0, 1 - trained_s / seconds),
-        engine_idle=max(0.0, 1 - busy_s / engines / seconds),
-        slots_used=row_s / seconds / sum(engine.rows.slots for engine in twin.engines),
-        driver_busy=driven_s / seconds,
-        groups=round(groups),
-        staleness=dict(sorted(measured.staleness.items())),
-        drops={reason: count for reason, count in drops.items() if count},
+        tokens=round(total["tokens"]),
+        trainer_idle=max(0.0, 1 - total["trainer"] / seconds),
+        engine_idle=max(0.0, 1 - total["engines"] / engines / seconds),
+        slots_used=total["rows"] / seconds / slots,
+        driver_busy=total["driver"] / seconds,
+        groups=round(total["groups"]),
+        staleness=dict(sorted(_counts("behind", total).items())),
+        drops={
+            **_counts("drop", total),
+            **({"left over": twin.left_over} if twin.left_over else {}),
+        },
     )
     result.notes = _notes(config, profile, result)
     return result
+
+
+def _counts(kind: str, total: dict[Any, float]) -> dict[Any, int]:
+    return {key[1]: round(n) for key, n in total.items() if key[0] == kind and n}
 
 
 def _notes(config: Config, profile: Profile, result: Result) -> list[str]:
@@ -174,12 +165,6 @@ def _notes(config: Config, profile: Profile, result: Result) -> list[str]:
         notes.append(
             f"one driver does not suffice: its event loop is {result.driver_busy:.0%} busy at "
             f"{rate:,.0f} groups a second; split the run by task, or make groups larger"
-        )
-    packed = packs(config.launch)
-    if len(packed) < config.launch.num_producers:
-        size = max(engines for _, engines in packed)
-        notes.append(
-            f"{config.launch.num_producers} engines are modelled as {len(packed)} packs of {size}"
         )
     notes += [
         f"engines of launch.producer_kinds[{place}] are taken to be as fast as the others: the profile has none "
@@ -205,29 +190,6 @@ def _steady_steps(config: Config, steps: int) -> int:
     return half // a_round * a_round or half
 
 
-@dataclass(slots=True, frozen=True)
-class _Measured:
-    """What had happened when a step was committed."""
-
-    figures: np.ndarray  # seconds, tokens, groups; seconds of trainer, engines, rows and driver
-    staleness: Counter[int]
-    drops: Counter[str]
-
-    def extended(self, before: _Measured, times: float) -> _Measured:
-        """These counts, with what came since `before` added so many times."""
-
-        def longer(counts: Counter[Any], earlier: Counter[Any]) -> Counter[Any]:
-            return Counter(
-                {key: round(n + times * (n - earlier[key])) for key, n in counts.items()}
-            )
-
-        return _Measured(
-            self.figures + times * (self.figures - before.figures),
-            longer(self.staleness, before.staleness),
-            longer(self.drops, before.drops),
-        )
-
-
 class _Twin:
     """One simulated run: modelled engines, trainer, rewards and journal; every other part is a run's."""
 
@@ -241,7 +203,7 @@ class _Twin:
         self._source: Producer
         self._started_at = loop_time()
         self.engines = self._engines()
-        self.measured: dict[int, _Measured] = {}  # by step
+        self.measured: dict[int, dict[Any, float]] = {}  # what had happened by then, by step
         self.left_over = 0  # groups that were generated and not needed
 
     async def run(
@@ -271,38 +233,33 @@ class _Twin:
     def _measure(self, step: int) -> None:
         for engine in self.engines:
             engine.rows.advance(loop_time())
-        figures = (
-            loop_time() - self._started_at,
-            self._journal.tokens,
-            self._journal.groups,
-            self._trainer.busy_s,
-            sum(engine.rows.busy_s * engine.engines for engine in self.engines),
-            sum(engine.rows.row_s for engine in self.engines),
-            self._driver.busy_s,
-        )
         drops: Counter[str] = Counter()
         for task in self._source.snapshot().tasks:
             drops.update({f"refused ({reason})": n for reason, n in task.dropped.items()})
             drops.update({name: task.counters.get(name, 0) for name in ("expired", "aborted")})
-        staleness = self._journal.staleness.copy()
-        self.measured[step] = _Measured(np.array(figures), staleness, drops)
+        self.measured[step] = {
+            "seconds": loop_time() - self._started_at,
+            "tokens": self._journal.tokens,
+            "groups": self._journal.groups,
+            "trainer": self._trainer.busy_s,
+            "engines": sum(engine.rows.busy_s for engine in self.engines),
+            "rows": sum(engine.rows.row_s for engine in self.engines),
+            "driver": self._driver.busy_s,
+            **{("behind", n): count for n, count in self._journal.staleness.items()},
+            **{("drop", reason): count for reason, count in drops.items()},
+        }
 
     def _engines(self) -> list[ModelledEngine]:
-        packed = packs(self._config.launch)
         any_task = next(iter(self._recorded.values()))
 
         def length(request_id: str) -> int:
             task, cursor, number = place_of(request_id)  # of an evaluation: as in training
             return self._recorded.get(task, any_task).group(cursor).lengths[number]
 
+        profile, config = self._profile, self._config
         return [
-            ModelledEngine(
-                self._profile.decode_of(self._config, first),
-                length,
-                engines=size,
-                sync_s=Samples(self._profile.sync_s, number, len(packed)).draw,
-            )
-            for number, (first, size) in enumerate(packed)
+            ModelledEngine(profile.decode_of(config, number), length, sync_s=profile.sync_s)
+            for number in range(config.launch.num_producers)
         ]
 
     def _foundation(self) -> Foundation:
@@ -341,7 +298,7 @@ class _Twin:
         return workers
 
     def _reward(self, task: str) -> ModelledReward:
-        return ModelledReward(self._recorded[task], self._profile, self._driver)
+        return ModelledReward(self._recorded[task], self._profile.reward_s, self._driver)
 
     def _eval_tasks(self) -> list[EvalTask]:
         """Evaluations of as many responses as in the profile, with the rewards of a task of training."""
