@@ -63,8 +63,9 @@ def _entrance(function: Callable[P, T]) -> Callable[P, T]:
 class Run:
     """One run: its metrics, samples, model and report, read from its folder."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
+    def __init__(self, folder: RunFolder, objects: Mapping[str, Any] | None = None) -> None:
+        """objects: the Python functions that the run was given, by the names in its config."""
+        self._folder, self._objects = folder, dict(objects or {})
 
     @property
     def path(self) -> Path:
@@ -167,7 +168,7 @@ class Run:
 
     def _repr_html_(self) -> str:
         """The run as a small table, which a notebook shows."""
-        from penstock.inspection.runs import html_table, read_line
+        from penstock.inspection.record import html_table, read_line
 
         return html_table(read_line(self._folder), self.findings(), self.path)
 
@@ -250,7 +251,7 @@ def train(
             f"{judged}.agent": agent_name,
         }
     with _inputs({task: data, judged: eval_data}, objects) as (sources, files):
-        return _train(config, {**named, **sources, **(settings or {})}, files, trust)
+        return _train(config, {**named, **sources, **(settings or {})}, files, objects, trust)
 
 
 @_entrance
@@ -296,18 +297,22 @@ def sft(
     if eval_data is not None:
         named |= {f"{judged}.rewards": rewards}
     with _inputs({task: data, judged: eval_data}, objects) as (sources, files):
-        return _train(config, {**named, **sources, **(settings or {})}, files, trust)
+        return _train(config, {**named, **sources, **(settings or {})}, files, objects, trust)
 
 
 def _train(
-    config: str | Path | None, settings: Settings, files: Sequence[Path], trusted: bool
+    config: str | Path | None,
+    settings: Settings,
+    files: Sequence[Path],
+    objects: Mapping[str, Any],
+    trusted: bool,
 ) -> Run:
     from penstock.run import entry
     from penstock.store.trust import load_trusted
 
     words = _overrides(settings)
     loaded = load_trusted(config, words, trust=trusted, bare=config is None)
-    return Run(entry.train(loaded, own_data=files))
+    return Run(entry.train(loaded, own_data=files), objects)
 
 
 @_entrance
@@ -321,7 +326,7 @@ def resume(
     accept_changes: bool = False,
     trust: bool = False,
 ) -> Run:
-    """Continue a run to its end. A run that was given Python functions needs them again.
+    """Continue a run to its end. A run that another program gave Python functions needs them again.
 
     accept_changes: continue also if the data or the tokenizer has other content than before.
     trust: allow what a run of another user would execute or connect to.
@@ -329,10 +334,12 @@ def resume(
     from penstock.run import entry
 
     folder = _folder(run)
-    with _inputs({}, _objects_again(folder.config(), reward, agent) | _callback(on_step)):
+    objects = _known_objects(run) | _objects_again(folder.config(), reward, agent)
+    objects |= _callback(on_step)
+    with _inputs({}, objects):
         words = _overrides(settings or {})
         entry.resume(folder, words, accept_changes=accept_changes, trusted=trust)
-    return Run(folder)
+    return Run(folder, objects)
 
 
 @_entrance
@@ -372,6 +379,7 @@ def evaluate(
     }
     if data is None and reward is not None:
         objects = _objects_again(_folder(model).config(), reward)
+    objects = _known_objects(model) | objects
     with _inputs({"eval.tasks.heldout": data}, objects) as (sources, _):
         if data is not None:
             task: dict[str, Any] = {
@@ -475,6 +483,11 @@ def _name_agent(agent: str | Callable[..., Any] | None, objects: dict[str, Any])
     from penstock.config import plugins
 
     return plugins.importable(agent) or plugins.name_object(agent, objects)
+
+
+def _known_objects(run: Run | str | Path) -> dict[str, Any]:
+    """The Python functions that this program has given the run."""
+    return run._objects if isinstance(run, Run) else {}
 
 
 def _callback(on_step: Callable[[dict[str, float]], object] | None) -> dict[str, Any]:

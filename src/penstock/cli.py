@@ -208,7 +208,7 @@ def runs(
     json_out: Json = False,
 ) -> None:
     """List the runs of a folder: how far each is, what it reached, how many findings it has."""
-    from penstock.inspection.runs import list_runs, print_runs
+    from penstock.inspection.record import list_runs, print_runs
 
     print_runs(list_runs(folder), console(), as_json=json_out)
 

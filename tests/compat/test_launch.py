@@ -11,8 +11,7 @@ import torch
 from pydantic import BaseModel
 
 from penstock.compat import launch_distributed
-from penstock.compat.distributed import distributed_config
-from penstock.compat.parameters import RULES, arguments_of
+from penstock.compat.distributed import RULES, arguments_of, distributed_config
 from penstock.config import Config
 from penstock.errors import UserError
 from penstock.store.run_folder import RunFolder

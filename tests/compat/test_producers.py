@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from penstock.compat.producers import ProducerLog, SimpleProducer
+from penstock.compat.producers import SimpleProducer
 from penstock.errors import UserError
 from stages.simple_producer import ARGUMENTS
 
@@ -145,14 +146,13 @@ def test_figures_go_to_trackers_by_the_names_that_were_given(
         update={"trackers": ["wandb"], "wandb": {"project": "sums", "group": "pair"}}
     )
     run = producer.config.run.model_copy(update={"name": "first"})
-    config = producer.config.model_copy(update={"track": track, "run": run})
-    log = ProducerLog(config, tmp_path, rollout_file=None, profile=False)
-    groups = [producer._new_group(producer._dataset[0])]
-    log.microbatch(groups, producer._wait(producer._generate(groups)))
-    assert log._tracker is not None
-    run = log._tracker._trackers["wandb"]._run  # type: ignore[attr-defined]
+    other = copy.copy(producer)
+    other.config = producer.config.model_copy(update={"track": track, "run": run})
+    other._write_down(tmp_path, None, profile=False)
+    other._log_microbatch(other._wait(other._generate([other._new_group(other._dataset[0])])))
+    run = other._tracker._trackers["wandb"]._run  # type: ignore[attr-defined]
     assert (run.project, run.name, run.group) == ("sums", "first", "pair")
-    log.close()
+    other._tracker.close()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     wanted = {"rollout/reward", "rollout/format_acc", "rollout/ans_acc", "rollout/response_length"}
     assert wanted <= set(json.loads(line))

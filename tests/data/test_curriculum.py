@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config import TaskConfig
-from penstock.data.curriculum import DifficultySampler
+from penstock.data.sampler import DifficultySampler
 from penstock.errors import PromptsRetired
 from penstock.store.journal import Journal
 from penstock.types import Group, Status, StepReport

@@ -19,11 +19,10 @@ import pytest
 
 from penstock.errors import UserError
 from penstock.inspection.compare import TRAINING, first_and_last
-from penstock.inspection.dashboard import shown_run, views
+from penstock.inspection.dashboard import views
 from penstock.inspection.dashboard.server import TOKEN_VARIABLE, serve
-from penstock.inspection.dashboard.shown_run import ShownRun, ShownRuns, odd_file
-from penstock.inspection.record import RunRecord, read_run
-from penstock.inspection.runs import RunLine
+from penstock.inspection.dashboard.views import ShownRun, ShownRuns, odd_file
+from penstock.inspection.record import RunLine, RunRecord, read_run
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 from stages.dashboard_server import Client, serving
@@ -51,7 +50,10 @@ def path_of(client: Client, name: str, view: str) -> str:
 # -- the list ----------------------------------------------------------------------------------
 
 
-def test_the_list_tells_how_each_run_is_and_then_every_change(folder: Path, tmp_path: Path) -> None:
+def test_the_list_tells_how_each_run_is_and_then_every_change(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(views, "_REST", 0)
     runs = tmp_path / "runs"
     shutil.copytree(folder, runs)
     for name in ("killed", "stopped"):
@@ -61,12 +63,7 @@ def test_the_list_tells_how_each_run_is_and_then_every_change(folder: Path, tmp_
     (runs / "stopped" / "lock").write_text("")
     (runs / "no-run").mkdir()
     with RunFolder(runs / "b").lock(), serving(runs) as client:
-        told = client.changes()
-        lines = {}
-        for change in told:
-            if "complete" in change:
-                break
-            lines[change["name"]] = change
+        lines = client.lines()
         states = {name: line["state"] for name, line in lines.items()}
         expected = {"a": "finished", "b": "training", "killed": "killed", "stopped": "stopped"}
         assert states == expected
@@ -76,10 +73,20 @@ def test_the_list_tells_how_each_run_is_and_then_every_change(folder: Path, tmp_
         ]
         with (runs / "stopped" / "metrics.jsonl").open("a") as file:
             file.write('{"step": 3, "reward/mean": 0.75}\n')
-        change = next(told)
-        assert (change["name"], change["steps"], change["reward"]) == ("stopped", 3, 0.75)
+        stopped = client.lines()["stopped"]
+        assert (stopped["steps"], stopped["reward"]) == (3, 0.75)
         (runs / "killed").rename(tmp_path / "gone")
-        assert next(told) == {"gone": lines["killed"]["id"]}
+        assert client.lines().keys() == {"a", "b", "stopped"}
+
+
+def test_many_runs_are_listed_a_second_at_a_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(views, "_LOOK_S", -1.0)
+    runs = ShownRuns(folder)
+    assert runs.look() == {"runs": [], "complete": False}
+    monkeypatch.setattr(views, "_LOOK_S", 60.0)
+    assert [line["name"] for line in runs.look()["runs"]] == ["b", "a"]
 
 
 def test_a_run_that_is_removed_while_it_is_read_is_gone_and_not_half_a_run(
@@ -87,20 +94,20 @@ def test_a_run_that_is_removed_while_it_is_read_is_gone_and_not_half_a_run(
 ) -> None:
     shutil.copytree(folder, tmp_path / "runs")
     runs = ShownRuns(tmp_path / "runs")
-    told = {change["name"]: change["id"] for change in runs.changes()}
+    assert {line["name"] for line in runs.look()["runs"]} == {"a", "b"}
 
     def read(run: RunFolder) -> RunLine:
         if run.path.name == "b":
             run.path.rename(tmp_path / "gone")
         return RunLine(name=run.name, state="training")
 
-    monkeypatch.setattr(shown_run, "_REST", 0)
-    monkeypatch.setattr(shown_run, "read_line", read)
+    monkeypatch.setattr(views, "_REST", 0)
+    monkeypatch.setattr(views, "read_line", read)
     for name in ("a", "b"):
         with (tmp_path / "runs" / name / "metrics.jsonl").open("a") as file:
             file.write('{"step": 99, "reward/mean": 0.5}\n')
-    assert [change["name"] for change in runs.changes()] == ["a"]
-    assert list(runs.changes()) == [{"gone": told["b"]}]
+    for _ in range(2):
+        assert [line["name"] for line in runs.look()["runs"]] == ["a"]
 
 
 def test_a_folder_that_is_a_run_is_shown_alone(folder: Path) -> None:
@@ -357,7 +364,7 @@ def test_a_run_may_go_while_it_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_pages_of_others_are_refused(client: Client, headers: dict[str, str], status: int) -> None:
-    for path in ("/events", "/api/compare?runs=a", "/api/run/x/overview"):
+    for path in ("/api/runs", "/api/compare?runs=a", "/api/run/x/overview"):
         assert client.ask(path, **headers)[0] == status
 
 
@@ -381,7 +388,7 @@ def test_the_page_allows_no_script_but_its_own(client: Client) -> None:
 
 def test_with_a_token_only_its_holder_looks(folder: Path) -> None:
     with serving(folder, "s3cret") as client:
-        for path in ("/", "/events", "/api/run/x/overview", "/?token=wrong"):
+        for path in ("/", "/api/runs", "/api/run/x/overview", "/?token=wrong"):
             assert client.ask(path)[0] == 401
         status, _, headers = client.ask("/?token=s3cret")
         assert (status, headers["Location"]) == (303, "/")

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from penstock import cli
 from penstock.inspection.compare import compare, interval, read_samples
+from penstock.inspection.record import RunLine, print_runs
 from penstock.inspection.rollout_viewer import find_evaluated
-from penstock.inspection.runs import RunLine, print_runs
 from penstock.store.run_folder import RunFolder
 from stages.made_run import make_run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.inspection.weight_chain import chain_faults, redone_versions
+from penstock.inspection.laws import chain_faults, redone_versions
 from penstock.store.journal import Journal
 from penstock.types import Group, Rollout, Score, Status, StepReport, VersionSegment
 from stages.rollouts import make_prompt

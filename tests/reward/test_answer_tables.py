@@ -9,8 +9,7 @@ import pytest
 
 from penstock.reward.code import python_block
 from penstock.reward.equality import decide
-from penstock.reward.math_answer import boxed_answer, tagged_answer
-from penstock.reward.math_pool import Comparison, MathPool
+from penstock.reward.math_answer import Comparison, MathPool, boxed_answer, tagged_answer
 
 # (right answer, given answer, equal): decided without any worker process
 IN_LINE = [

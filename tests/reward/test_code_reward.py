@@ -11,7 +11,7 @@ import pytest
 from penstock.config import RewardConfig
 from penstock.errors import RewardError, SandboxError
 from penstock.reward import VerifiableReward, build_reward
-from penstock.reward.sandbox.layers import find_isolation
+from penstock.reward.sandbox.host import find_isolation
 from penstock.reward.sandbox.settings import SandboxSettings
 from penstock.types import Score
 from stages.reward_samples import prompt, rollout

@@ -186,6 +186,7 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     ("options", "message"),
     [
         ({"url": "ftp://h"}, "judge: got 'ftp://h'"),
+        ({"url": ""}, "option url: got none with model 'm'"),
         ({"scale": [1, 1]}, "option scale"),
         ({"api_key_variable": "NOT_SET_ANYWHERE"}, "an environment variable that is set"),
         ({"mode": "vote"}, "option mode"),

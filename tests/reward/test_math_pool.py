@@ -14,7 +14,7 @@ from penstock.config import RewardConfig
 from penstock.errors import RunError
 from penstock.reward import build_reward
 from penstock.reward.line_process import LineProcess, ProcessGone, ProcessPool, ProcessSlow
-from penstock.reward.math_pool import MathPool
+from penstock.reward.math_answer import MathPool
 from stages.own_children import own_children
 from stages.reward_samples import prompt, rollout, tagged
 
@@ -26,7 +26,7 @@ def workers() -> list[int]:
     return [
         pid
         for pid in own_children()
-        if b"penstock.reward.math_pool" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"penstock.reward.math_answer" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 

@@ -15,8 +15,7 @@ from penstock.config import RewardConfig
 from penstock.reward import VerifiableReward, build_reward
 from penstock.reward.code import python_block
 from penstock.reward.equality import decide
-from penstock.reward.math_answer import boxed_answer, tagged_answer
-from penstock.reward.math_pool import Comparison, MathPool
+from penstock.reward.math_answer import Comparison, MathPool, boxed_answer, tagged_answer
 from stages.reward_samples import prompt, rollout, tagged
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"

@@ -6,8 +6,13 @@ Nothing else imports this package. It only translates names and drives the parts
 from __future__ import annotations
 
 from penstock.compat.distributed import launch_distributed
-from penstock.compat.producers import BaseProducer, SimpleProducer
-from penstock.compat.weight_broadcast import join_group, receive_state_dict, send_state_dict
+from penstock.compat.producers import (
+    BaseProducer,
+    SimpleProducer,
+    join_group,
+    receive_state_dict,
+    send_state_dict,
+)
 
 __all__ = [
     "BaseProducer",

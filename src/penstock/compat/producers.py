@@ -8,24 +8,26 @@ run needs none of this: its producing side is `rollout/`, with staleness, journa
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
-from penstock.compat.parameters import arguments_of, settings_of
-from penstock.compat.weight_broadcast import join_group, receive_state_dict
-from penstock.config import Config
+from penstock.compat.distributed import arguments_of, settings_of
 from penstock.config.plugins import load
 from penstock.config.sections import AnnealConfig
 from penstock.config.source import to_toml, tree_of, validate
 from penstock.data import load_dataset
 from penstock.data.chat import ChatTemplate
-from penstock.data.sampler import rollout_seed
+from penstock.data.sampler import Sampler
 from penstock.engine import ENGINES
 from penstock.errors import RunError, UserError
 from penstock.inspection.track.logs import Fanout, RolloutLog, RunInfo, TimelineLog
@@ -66,16 +68,14 @@ class BaseProducer:
         settings["track.trackers"] = ["wandb"] if arguments["project_name"] else []
         self.config = validate(tree_of(settings))
         self._eval_folder = Path(arguments["eval_save_dir"])
-        log_file = arguments["rollout_log_file"]
-        self._log = ProducerLog(
-            self.config,
+        self._write_down(
             Path(arguments["log_dir"] or self._eval_folder),
-            rollout_file=Path(log_file) if log_file else None,
+            arguments["rollout_log_file"],
             profile=arguments["enable_profiling"],
         )
         self._groups_joined: dict[str, Any] = {}
         self.policy_version = 0
-        self._groups = self._prompts_done = 0
+        self._groups = self._prompts_done = self._microbatches_done = 0
         self._rolled: list[Group] = []  # made by `rollout` since the last microbatch
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="producer", daemon=True).start()
@@ -89,6 +89,34 @@ class BaseProducer:
             raise UserError(
                 f"microbatch_size: got {self.microbatch_size}, allowed: a divisor of "
                 f"batch_size = {self.batch_size}"
+            )
+
+    def _write_down(self, folder: Path, rollout_file: str | None, *, profile: bool) -> None:
+        """Open what was asked for: metrics.jsonl and W&B, samples, the timeline that `penstock timeline` draws."""
+        config, self._waits = self.config, Waits()
+        self._rollouts = RolloutLog(
+            Path(rollout_file or os.devnull),
+            every_steps=config.track.rollouts_every_steps if rollout_file else 0,
+            num_groups=sys.maxsize,
+            system_prompts={"train": config.tasks["train"].system_prompt},
+        )
+        self._timeline: TimelineLog | None = None
+        self._tracker = Fanout({})
+        if profile or config.track.trackers:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if profile:
+            (folder / CONFIG).write_text(to_toml(config))  # marks the folder as that of a run
+            self._timeline = TimelineLog(folder / "timeline", self._waits)
+        if config.track.trackers:
+            self._tracker = Fanout.from_info(
+                RunInfo(
+                    config=config,
+                    folder=folder,
+                    name=config.run.name or folder.name,
+                    total_steps=0,
+                    first_step=0,
+                    live=lambda: "",
+                )
             )
 
     @classmethod
@@ -116,10 +144,16 @@ class BaseProducer:
         config = self.config
         self._chat = ChatTemplate.from_config(config.model)
         self._dataset = load_dataset("train", config.tasks["train"], self._chat, config.seed)
+        self._sampler = Sampler(
+            self._dataset,
+            task_name=f"producer-{self.producer_idx}",
+            prompt_repeat_k=config.sampling.num_generations,
+            seed=config.seed,
+        )
         self._reward = build_reward(
             config.tasks["train"].rewards,
             max_tokens=config.sampling.max_tokens,
-            waits=self._log.waits,
+            waits=self._waits,
             lane=f"rewards of producer-{self.producer_idx}",
         )
         self._sync = InProcessSync()
@@ -162,7 +196,7 @@ class BaseProducer:
         init_method: str = "env://",
         gloo_timeout: float = 600_000,
     ) -> None:
-        """Join a group (`weight_broadcast.join_group`); waits `gloo_timeout` milliseconds for the others."""
+        """Join a group (`join_group`); waits `gloo_timeout` milliseconds for the others."""
         timeout_s = gloo_timeout / 1000
         group = join_group(world_size, rank, backend, group_name, init_method, timeout_s)
         self._groups_joined[group_name] = group
@@ -209,7 +243,7 @@ class BaseProducer:
             tensors = self.rollout(**prompt_tensors(prompts, self._chat.pad_id))
             with self._busy(WaitKind.SEND):
                 self.deliver(tensors)
-            self._log.microbatch(self._rolled, tensors)
+            self._log_microbatch(tensors)
             self._prompts_done += len(prompts)
             if self._prompts_done % self.batch_size == 0:
                 batches += 1
@@ -218,7 +252,8 @@ class BaseProducer:
                 if weights is not None:
                     self.load_state_dict(weights)
                 self._evaluate_if_due(batches)
-        self._log.flush()
+        if self._timeline is not None:
+            self._timeline.flush()
         return self._prompts_done
 
     def evaluate(self, step: int) -> list[EvalResult]:
@@ -229,14 +264,26 @@ class BaseProducer:
     def close(self) -> None:
         self._wait(self._engine.close())
         self._wait(self._reward.close())
-        self._log.close()
+        if self._timeline is not None:
+            self._timeline.close()
+        self._tracker.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     # ---- private
 
     def _busy(self, what: WaitKind) -> AbstractContextManager[Any]:
         """Record what this producer does now, for its timeline."""
-        return self._log.waits.wait(f"producer-{self.producer_idx}", what)
+        return self._waits.wait(f"producer-{self.producer_idx}", what)
+
+    def _log_microbatch(self, tensors: Tensors) -> None:
+        """Log the metrics of one microbatch, and every so many its samples."""
+        figures = {f"rollout/{n}": float(tensors[n].mean()) for n in _METRICS if n in tensors}
+        if "action_mask" in tensors:
+            lengths = tensors["action_mask"].float().sum(dim=-1)
+            figures["rollout/response_length"] = float(lengths.mean())
+        self._rollouts.write(Batch(step=self._microbatches_done, groups=tuple(self._rolled)))
+        self._microbatches_done += 1
+        self._tracker.log_step(self._microbatches_done, figures)
 
     def _evaluate_if_due(self, batches: int) -> None:
         if self.producer_idx == 0 and self.eval_interval > 0 and batches % self.eval_interval == 0:
@@ -259,7 +306,7 @@ class BaseProducer:
             folder, version = self._eval_folder, self.policy_version
             result = await evaluate(self._engine, task, step=step, version=version, folder=folder)
             append_summary(folder, result)
-            self._log.evaluation(step, result.metrics())
+            self._tracker.log_eval(step, result.metrics())
             results.append(result)
         return results
 
@@ -282,23 +329,12 @@ class BaseProducer:
         )
 
     def _new_group(self, prompt: Prompt) -> Group:
-        group_id = f"producer-{self.producer_idx}:{self._groups}"
+        group = self._sampler.group_of(self._groups, prompt)
+        group.task = "train"
+        for rollout in group.rollouts:
+            rollout.issued_version = self.policy_version
         self._groups += 1
-        return Group(
-            group_id=group_id,
-            task="train",
-            cursor=self._groups - 1,
-            prompt=prompt,
-            rollouts=[
-                Rollout(
-                    rollout_id=f"{group_id}.{index}",
-                    prompt_ids=prompt.token_ids,
-                    seed=rollout_seed(self.config.seed, group_id, index, 0),
-                    issued_version=self.policy_version,
-                )
-                for index in range(self.config.sampling.num_generations)
-            ],
-        )
+        return group
 
     async def _generate(self, groups: list[Group]) -> Tensors:
         with self._busy(WaitKind.GENERATE):
@@ -336,79 +372,6 @@ def _nth(fields: Mapping[str, Any], number: int, count: int) -> dict[str, Any]:
     return {key: values[number] for key, values in fields.items()}
 
 
-# ---- what a producer writes down
-
-
-class ProducerLog:
-    """Writes what one producer does, as far as it was asked for: metrics, samples, timeline.
-
-    Metrics go to metrics.jsonl and W&B if a project is named; with profiling on, the timeline goes to
-    timeline/events.jsonl, which `penstock timeline FOLDER` draws.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        folder: Path,
-        *,
-        rollout_file: Path | None,
-        profile: bool,
-    ) -> None:
-        self.waits, self._microbatches = Waits(), 0
-        self._rollouts: RolloutLog | None = None
-        self._timeline: TimelineLog | None = None
-        self._tracker: Fanout | None = None
-        if rollout_file is not None:
-            self._rollouts = RolloutLog(
-                rollout_file,
-                every_steps=config.track.rollouts_every_steps,
-                num_groups=sys.maxsize,
-                system_prompts={"train": config.tasks["train"].system_prompt},
-            )
-        if profile:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (folder / CONFIG).write_text(to_toml(config))  # marks the folder as that of a run
-            self._timeline = TimelineLog(folder / "timeline", self.waits)
-        if config.track.trackers:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._tracker = Fanout.from_info(
-                RunInfo(
-                    config=config,
-                    folder=folder,
-                    name=config.run.name or folder.name,
-                    total_steps=0,
-                    first_step=0,
-                    live=lambda: "",
-                )
-            )
-
-    def microbatch(self, groups: list[Group], tensors: Mapping[str, Any]) -> None:
-        """Log the metrics of one microbatch, and every so many its samples."""
-        number, self._microbatches = self._microbatches, self._microbatches + 1
-        if self._tracker is not None:
-            names = [name for name in _METRICS if name in tensors]
-            figures = {f"rollout/{name}": float(tensors[name].mean()) for name in names}
-            if "action_mask" in tensors:
-                lengths = tensors["action_mask"].float().sum(dim=-1)
-                figures["rollout/response_length"] = float(lengths.mean())
-            self._tracker.log_step(number + 1, figures)
-        if self._rollouts is not None:
-            self._rollouts.write(Batch(step=number, groups=tuple(groups)))
-
-    def evaluation(self, step: int, figures: dict[str, float]) -> None:
-        if self._tracker is not None:
-            self._tracker.log_eval(step, figures)
-
-    def flush(self) -> None:
-        if self._timeline is not None:
-            self._timeline.close()
-
-    def close(self) -> None:
-        self.flush()
-        if self._tracker is not None:
-            self._tracker.close()
-
-
 # ---- groups as padded tensors
 
 
@@ -418,17 +381,23 @@ def unpadded(input_ids: Any, attention_mask: Any) -> list[np.ndarray]:
     return [row[keep].astype(np.int32) for row, keep in zip(ids, mask, strict=True)]
 
 
+def _padded(rows: Iterable[Any], *, side: str = "right", fill: float = 0) -> Any:
+    """Rows of different lengths as one tensor."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    tensors = [torch.as_tensor(row) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=fill, padding_side=side)
+
+
 def prompt_tensors(prompts: list[Prompt], pad_id: int) -> dict[str, Any]:
     """The arguments of `rollout` for these prompts: left-padded ids, and one list per field."""
-    import torch
-
-    width = max(len(prompt.token_ids) for prompt in prompts)
-    ids = torch.full((len(prompts), width), pad_id, dtype=torch.long)
-    mask = torch.zeros((len(prompts), width), dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt.token_ids) :] = torch.from_numpy(prompt.token_ids)
-        mask[row, width - len(prompt.token_ids) :] = 1
-    fields: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "prompts": prompts}
+    ids = [prompt.token_ids.astype(np.int64) for prompt in prompts]
+    fields: dict[str, Any] = {
+        "input_ids": _padded(ids, side="left", fill=pad_id),
+        "attention_mask": _padded(map(np.ones_like, ids), side="left"),
+        "prompts": prompts,
+    }
     for name in ("gt_answer", "test_cases"):
         values = [getattr(prompt, name) for prompt in prompts]
         if any(value is not None for value in values):
@@ -444,42 +413,102 @@ def group_tensors(groups: list[Group], advantages_PG: np.ndarray, pad_id: int) -
     """
     import torch
 
-    prompts, generations = len(groups), len(groups[0].rollouts)
-    width = max(len(group.prompt.token_ids) for group in groups)
-    longest = max(len(r.response_ids) for group in groups for r in group.rollouts)
-    shape, actions = (prompts, generations, width + longest), (prompts, generations, longest)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    prompt_ids = [rollout.prompt_ids.astype(np.int64) for rollout in rollouts]
+    response_ids = [rollout.response_ids.astype(np.int64) for rollout in rollouts]
+    prompts = _padded(prompt_ids, side="left", fill=pad_id)
+    masks = (_padded(map(np.ones_like, prompt_ids), side="left"), map(np.ones_like, response_ids))
+    first = prompts.shape[1]
     tensors = {
-        "input_ids": torch.full(shape, pad_id, dtype=torch.long),
-        "attention_mask": torch.zeros(shape, dtype=torch.long),
-        "action_mask": torch.zeros(actions, dtype=torch.bool),
-        "action_log_probs": torch.zeros(actions),
-        "response_idx": torch.zeros((prompts, generations, 2), dtype=torch.long),
+        "input_ids": torch.cat([prompts, _padded(response_ids, fill=pad_id)], dim=1),
+        "attention_mask": torch.cat([masks[0], _padded(masks[1])], dim=1),
+        "action_mask": _padded(rollout.loss_mask for rollout in rollouts),
+        "action_log_probs": _padded(rollout.logprobs for rollout in rollouts),
+        "response_idx": torch.tensor([[first, first + len(ids) - 1] for ids in response_ids]),
+        "reward": torch.tensor([[rollout.reward] for rollout in rollouts]),
+        "format_acc": torch.tensor([[_verdict(rollout, "format_ok")] for rollout in rollouts]),
+        "ans_acc": torch.tensor([[_verdict(rollout, "answer_ok")] for rollout in rollouts]),
+        "temperature": torch.tensor([[rollout.temperature] for rollout in rollouts]),
+        "advantages": torch.from_numpy(advantages_PG).float().reshape(-1, 1),
     }
-    for p, group in enumerate(groups):
-        for g, rollout in enumerate(group.rollouts):
-            size, start = len(rollout.response_ids), width - len(rollout.prompt_ids)
-            whole = np.concatenate([rollout.prompt_ids, rollout.response_ids])
-            tensors["input_ids"][p, g, start : width + size] = torch.from_numpy(whole).long()
-            tensors["attention_mask"][p, g, start : width + size] = 1
-            tensors["action_mask"][p, g, :size] = torch.from_numpy(rollout.loss_mask)
-            tensors["action_log_probs"][p, g, :size] = torch.from_numpy(rollout.logprobs)
-            tensors["response_idx"][p, g] = torch.tensor([width, width + size - 1])
-
-    def column(value: Any) -> Any:
-        rows = [[[float(value(rollout))] for rollout in group.rollouts] for group in groups]
-        return torch.tensor(rows)
-
-    return {
-        **tensors,
-        "reward": column(lambda r: r.reward),
-        "format_acc": column(lambda r: _verdict(r, "format_ok")),
-        "ans_acc": column(lambda r: _verdict(r, "answer_ok")),
-        "temperature": column(lambda r: r.temperature),
-        "advantages": torch.from_numpy(advantages_PG).float().unsqueeze(-1),
-    }
+    return {name: tensor.unflatten(0, (len(groups), -1)) for name, tensor in tensors.items()}
 
 
-def _verdict(rollout: Rollout, name: str) -> bool:
+def _verdict(rollout: Rollout, name: str) -> float:
     """The reward's verdict `name`; if it has none, whether the reward is above 0."""
     verdict = getattr(rollout.score, name)
-    return rollout.reward > 0 if verdict is None else bool(verdict)
+    return float(rollout.reward > 0 if verdict is None else verdict)
+
+
+# -- state dicts by broadcast -------------------------------------------------------------------
+
+
+if TYPE_CHECKING:
+    from penstock.weights.broadcast import WeightGroup
+
+
+def join_group(
+    world_size: int,
+    rank: int,
+    backend: str = "gloo",
+    name: str = "default",
+    where: str = "env://",
+    timeout_s: float = 600.0,
+) -> WeightGroup:
+    """Join a group; wait up to `timeout_s` for the other members.
+
+    `where` is the same for all members: env:// reads MASTER_ADDR and MASTER_PORT, or tcp://HOST:PORT
+    of rank 0.
+    """
+    import torch.distributed as dist
+
+    from penstock.weights.broadcast import WeightGroup
+
+    if backend not in ("gloo", "nccl"):
+        raise UserError(f"collective group {name}: backend got {backend!r}, allowed: gloo, nccl")
+    if not 0 <= rank < world_size:
+        raise UserError(f"collective group {name}: rank got {rank}, allowed: 0 to {world_size - 1}")
+    limit = timedelta(seconds=timeout_s)
+    if where.startswith("tcp://"):
+        host, _, port = where.removeprefix("tcp://").rpartition(":")
+        store = _store(host, int(port), first=rank == 0, timeout_s=timeout_s)
+    else:
+        store, _, _ = next(dist.rendezvous(where, rank, world_size, timeout=limit))
+    return WeightGroup(rank, world_size, store, timeout_s, name=name, backend=backend)
+
+
+_OPENED: WeakValueDictionary[tuple[str, int], Any] = WeakValueDictionary()
+
+
+def _store(host: str, port: int, *, first: bool, timeout_s: float) -> Any:
+    """Connect to rank 0's store; rank 0 opens it, or shares that of its other groups."""
+    from penstock.weights.broadcast import connect_store, open_store
+
+    if not first:
+        return connect_store(host, port, timeout_s)
+    if (host, port) not in _OPENED:
+        try:
+            store = _OPENED[host, port] = open_store(host, timeout_s, port)
+        except OSError as error:
+            raise UserError(
+                f"collective group: rank 0 got tcp://{host}:{port} ({error.strerror}), "
+                "allowed: an address of its machine and a free port"
+            ) from None
+        return store
+    return _OPENED[host, port]
+
+
+def send_state_dict(group: WeightGroup, state_dict: Mapping[str, Any]) -> None:
+    """Send a state dict from rank 0 to all others; return when it is sent."""
+    import torch
+
+    shapes = [(name, str(t.dtype)[6:], list(t.shape)) for name, t in state_dict.items()]
+    text = torch.frombuffer(bytearray(json.dumps(shapes).encode()), dtype=torch.uint8)
+    group.send([torch.tensor([len(text)]), text, *state_dict.values()])
+
+
+def receive_state_dict(group: WeightGroup, device: str = "cpu") -> dict[str, Any]:
+    """The state dict that rank 0 sends next, on `device`."""
+    size = int(group.receive([("size", "int64", [1])])["size"])
+    text = group.receive([("text", "uint8", [size])])["text"]
+    return group.receive(json.loads(bytes(text.tolist())), device)

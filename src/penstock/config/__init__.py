@@ -26,6 +26,7 @@ from penstock.config.sections import (
     Section,
     TaskConfig,
     TaskDataConfig,
+    TeacherConfig,
     TrainConfig,
     WatchdogConfig,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "Section",
     "TaskConfig",
     "TaskDataConfig",
+    "TeacherConfig",
     "TrainConfig",
     "WatchdogConfig",
 ]

@@ -40,6 +40,7 @@ RULES = (
     ("train.ptx.data", "the position in the text stream refers to it"),
     ("train.masters", "the masters were started with it, and merged adapters are rounded by it"),
     ("train.stop_when", FREE),
+    ("train.offload_moments", FREE),
     ("train.*", UPDATE),
     ("sync.every_steps", "the staleness of the recorded groups is measured in it"),
     ("sync.*", FREE),
@@ -88,13 +89,22 @@ def allowed_changes(before: Config, after: Config, *, pinned: Container[str] = (
     for key in _differing_keys(old, new):
         effect = FREE if key in pinned else effect_of(key)
         if _is_whole_task(key, old, new):
-            effect = "the tasks of a run stay the same"
+            task, got = key.split(".")[1], "a new task" if key in new else "a run without it"
+            raise UserError(
+                f"tasks.{task}: got {got}, allowed: the run's {', '.join(before.tasks)}"
+            )
         if effect not in (FREE, UPDATE):
             raise UserError(
                 f"{key}: got {new.get(key)!r} for a run with {old.get(key)!r}, "
                 f"allowed: the same value; {effect}"
             )
         changes.append(Change(key, old.get(key), new.get(key), effect == UPDATE))
+    for task in before.tasks:
+        if after.asks_server(task) and not before.asks_server(task):
+            raise UserError(
+                f"tasks.{task}: got a teacher behind a server for a run without one, allowed: a teacher with a path; the "
+                "groups in the journal lack the server's log-probs"
+            )
     return changes
 
 

@@ -6,16 +6,17 @@ own answer.
 
 from __future__ import annotations
 
+import csv
 import difflib
 import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-
-from penstock.config.foreign_words import key_of_word
 
 _KEY_GOT = re.compile(r"([\w.\[\]]+):? got ")
 _PLAIN = {  # what pydantic says -> what a reader of TOML knows
@@ -26,36 +27,6 @@ _PLAIN = {  # what pydantic says -> what a reader of TOML knows
     "a valid string": "a text",
     "a valid boolean": "true or false",
 }
-_RAY_NAMES = "by Ray's own names: num_cpus, num_gpus, accelerator_type, label_selector, resources"
-_LONG_PROMPTS = "leave it out: prompts above max_prompt_tokens are left out and counted"
-# Keys that were removed (`*` stands for any text), and what to do instead.
-REMOVED = {
-    "*produce.failure_window": "leave it out: max_failure_share is taken over the last 32 attempts",
-    "*produce.retry_backoff_s": "leave it out: the first retry waits 0.1 s, each further one twice as long",
-    "*produce.max_refused_in_a_row": "leave it out: the run stops after 1000 refused groups in a row",
-    "*produce.should_continue_fn": "write should_continue",
-    "model.lora.dropout": "leave it out: the policy that samples has no dropout, so adapters train without",
-    "train.max_bad_updates": "leave it out: the run stops after 3 skipped updates in a row",
-    "launch.restart_window_s": "leave it out: launch.max_restarts counts over the last 600 s",
-    "checkpoint.every_minutes": "write checkpoint.every_steps, or neither: a checkpoint every ten minutes",
-    "sync.backend": "leave it out: weights go from node to node over TCP",
-    "launch.producers": f"write launch.ray_options.producers, {_RAY_NAMES}",
-    "launch.consumers": f"write launch.ray_options.consumers, {_RAY_NAMES}",
-    "launch.agents": f"write launch.ray_options.agents, {_RAY_NAMES}",
-    "launch.producer_kinds.place": f"write ray_options in its place, {_RAY_NAMES}",
-    "tasks.*.long_prompts": _LONG_PROMPTS,
-    "eval.tasks.*.long_prompts": _LONG_PROMPTS,
-    "engine.max_tokens_in_flight": "write engine.options.max_tokens_in_flight, of the transformers engine",
-    "eval.num_generations": "write eval.sampling.num_generations",
-    "eval.temperature": "write eval.sampling.temperature",
-    "eval.top_p": "write eval.sampling.top_p",
-    "eval.max_tokens": "write eval.sampling.max_tokens",
-    "run.group": "write track.wandb.group",
-    "run.tags": "write track.wandb.tags",
-    "track.project": "write track.wandb.project",
-    "track.rollouts_per_log": "leave it out: 4 groups are written each time; `penstock rollouts` shows all",
-}
-
 _PARAMETERS = {  # of settings, and of a word of TRL, whose parameter has another name
     "callbacks": "on_step",
     "model.path": "model",
@@ -120,9 +91,9 @@ def _model_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def removed_key(key: str) -> str:
-    """What to do instead of a key that was removed; empty if it was not."""
+    """What to do instead of a key that was removed (`systems/removed.csv`); empty if it was not."""
     name = re.sub(r"\[\d+\]", "", key)  # of a list, whichever of its tables
-    advice = (advice for pattern, advice in REMOVED.items() if fnmatchcase(name, pattern))
+    advice = (row["advice"] for row in rows("removed") if fnmatchcase(name, row["key"]))
     return next((f"{key}: this key was removed; {text}" for text in advice), "")
 
 
@@ -170,3 +141,30 @@ def allowed(error: ErrorDetails) -> str:
         if words.startswith(theirs):  # what follows says how it failed: the value is in the line
             return ours
     return words
+
+
+# -- words of other systems ---------------------------------------------------------------------
+
+
+SYSTEMS = ("trl", "verl", "openrlhf", "colossalai", "xtuner")
+COMMON = "common"  # words that have no key of their own there, or that several systems use
+
+
+def rows(system: str) -> list[dict[str, str]]:
+    """The rows of a system's table, with the columns word, key, value and note."""
+    text = (files(__package__) / "systems" / f"{system}.csv").read_text("utf-8")
+    return list(csv.DictReader(text.splitlines()))
+
+
+def key_of_word(word: str) -> str:
+    """The key that means the same as a word of TRL, verl or OpenRLHF; empty if it is none."""
+    return _keys().get(word, "")
+
+
+@cache
+def _keys() -> dict[str, str]:
+    systems = ("openrlhf", "verl", "trl", COMMON)
+    tables = [row for system in systems for row in reversed(rows(system))]
+    return {
+        row["word"].partition(" ")[0].rsplit(".", 1)[-1]: row["key"] for row in tables if row["key"]
+    }

@@ -83,9 +83,9 @@ class ModelConfig(Section):
     """Number format of generation and training; auto: float32 on a CPU, bfloat16 on a GPU. See docs/precision.md."""
     device: str = "auto"
     """auto | cpu | cuda | cuda:N."""
-    arithmetic: Literal["deterministic", "fast"] = "deterministic"
-    """On a GPU; deterministic: the same step gives the same bits, so redone and replayed steps can be compared;
-    fast: additions in any order. See docs/durability.md."""
+    arithmetic: Literal["deterministic", "exact", "fast"] = "deterministic"
+    """deterministic: the same step gives the same bits, so redone and replayed steps can be compared; exact: the
+    trainer's log-probs have the bits of the engine's too; fast: on a GPU additions in any order. See docs/off-policy.md."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     lora: LoraConfig = LoraConfig()
@@ -127,6 +127,11 @@ class TaskDataConfig(Section):
     """Options of the agent: max_turns, timeout_s, ..., and those that your function takes."""
 
     @property
+    def is_judged_by_policy(self) -> bool:
+        """Whether the run's own engines read the responses with a rubric, in prompts of any length."""
+        return any(r.type == "judge" and not r.options.get("url") for r in self.rewards)
+
+    @property
     def demonstrates(self) -> bool:
         """Whether the data gives the answers, and nothing is sampled."""
         return self.agent == "demonstration"
@@ -146,7 +151,7 @@ class TaskConfig(TaskDataConfig):
     algorithm: dict[str, Any] = {}
     """Fields of [algorithm] that differ for this task, or the name of another algorithm, which begins with its own defaults."""
     teacher_template: str = ""
-    """The last user message as the policy reads it when it is its own teacher, with {prompt} and {answer} (docs/teach.md)."""
+    """The last user message as the policy reads it when it is its own teacher, with {prompt}, {answer} and fields of the data (docs/teach.md)."""
 
     @model_validator(mode="after")
     def _difficulty_is_known(self) -> Self:
@@ -388,13 +393,35 @@ class AlgorithmConfig(Section):
 
 
 class TeacherConfig(Section):
-    path: str
+    path: str = ""
     """Model folder, run folder (its newest checkpoint) or hub name of a frozen model with the policy's tokenizer; or
     `policy`: the policy itself, which reads the prompts that tasks.NAME.teacher_template writes."""
+    base_url: str = ""
+    """In the place of path: address of an OpenAI-compatible server whose completions can echo log-probs of prompts."""
+    model: str = ""
+    """The server's name for the model."""
+    api_key_variable: str = ""
+    """Environment variable that holds the server's key."""
+    timeout_s: float = Field(120.0, gt=0)
+    """Longest wait for the log-probs of one response."""
+
+    @model_validator(mode="after")
+    def _has_one_place(self) -> Self:
+        if bool(self.path) == bool(self.base_url) or bool(self.base_url) != bool(self.model):
+            raise ValueError(
+                f"got path {self.path!r}, base_url {self.base_url!r} and model {self.model!r}, allowed: a path, or a "
+                "base_url and the server's name for the model"
+            )
+        return self
 
     @property
     def is_policy(self) -> bool:
         return self.path == "policy"
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it is a model of its own beside the trainer."""
+        return bool(self.path) and not self.is_policy
 
 
 class PtxConfig(Section):
@@ -471,6 +498,10 @@ class TrainConfig(Section):
     masters: Literal["dithered", "plain"] = "dithered"
     """Where float32 masters of bfloat16 or float16 weights start; dithered: anywhere in the weight's rounding cell,
     so that small updates arrive; plain: at the weight. See docs/precision.md."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Format of AdamW's two moments; bfloat16: half the memory, rounded at random so that small changes add up."""
+    offload_moments: bool = False
+    """Keep AdamW's moments in main memory; a GPU reads and writes them there in each update, with the same result."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     threads: int = Field(1, ge=1)

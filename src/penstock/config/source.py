@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from penstock.config import Config
 from penstock.config.demo import context_length
 from penstock.config.mistakes import explain
-from penstock.config.paths import beside, models_of_runs
+from penstock.config.plugins import beside, models_of_runs
 from penstock.config.secrets import refuse_secrets
 from penstock.config.tree import leaves
 from penstock.errors import UserError

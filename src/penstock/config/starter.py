@@ -7,6 +7,7 @@ import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from typing import Literal
 
 from penstock.config.source import load_config, toml_value
@@ -21,20 +22,6 @@ _ASK = {
     "boxed": "Reason step by step and put the final answer in \\boxed{}.",
     "own": "Answer with a number.",
 }
-_REWARD = '''"""The reward of this run: what one response is worth.
-
-Parameters are filled by name: response, gt_answer, messages, extra (the other fields of a data line), ...
-Return a number, True or False (then accuracy is shown), or a penstock.types.Score. See docs/rewards.md.
-"""
-
-import re
-
-
-def score(response: str, gt_answer: str) -> bool:
-    """Whether the last number of the response is the answer."""
-    numbers = re.findall(r"-?\\d+", response)
-    return bool(numbers) and int(numbers[-1]) == int(gt_answer)
-'''
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -54,7 +41,7 @@ def write_starter(folder: Path, answers: Answers) -> list[Path]:
         raise UserError(f"--reward: got {answers.reward!r}, allowed: {', '.join(REWARD_KINDS)}")
     files = {"train.toml": _config(folder, answers)}
     if answers.reward == "own":
-        files["reward.py"] = _REWARD
+        files["reward.py"] = _template("reward.txt").template
     if not answers.data:
         files |= _sample(answers)
     for name in files:
@@ -92,8 +79,8 @@ def _config(folder: Path, answers: Answers) -> str:
     data = _from(folder, answers.data) or "train.jsonl"
     system = "" if demo else f"system_prompt = {toml_value(_ASK[answers.reward])}\n"
     rewards = _reward(answers)
-    evaluation = "" if answers.data else _EVALUATION.format(rewards=rewards)
-    return _CONFIG.format(
+    evaluation = "" if answers.data else _template("evaluation.toml").substitute(rewards=rewards)
+    return _template("train.toml").substitute(
         path=(folder / "train.toml").as_posix(),
         model=toml_value(_from(folder, answers.model)),
         data=toml_value(data),
@@ -107,53 +94,12 @@ def _config(folder: Path, answers: Answers) -> str:
     )
 
 
+def _template(name: str) -> Template:
+    return Template((Path(__file__).parent / "demo" / "starter" / name).read_text("utf-8"))
+
+
 def _from(folder: Path, path: str) -> str:
     """A relative path as the config in the folder names it; a name or an absolute path as it is."""
     if not path or Path(path).is_absolute() or not Path(path).exists():
         return path
     return Path(os.path.relpath(path, folder)).as_posix()
-
-
-_CONFIG = """\
-# Written by penstock init. Paths are relative to this file. Any key can also be given on the command line: penstock train {path} train.lr=5e-6
-#   penstock check {path}     rehearse the run on three prompts, with an estimate of memory and time
-#   penstock train {path}     train
-#   penstock config {path}    print every setting, with its meaning and the allowed values
-
-[model]
-# a folder or hub name of a transformers causal LM; "demo" is a small policy that ships
-path = {model}
-
-[tasks.train]
-# JSONL, JSON, CSV, Parquet, a folder or a hub name: a prompt and a gt_answer in each record
-data = {data}
-# summed up; your own: {{ type = "file.py:function" }}; see docs/rewards.md
-rewards = {rewards}
-{system}
-[sampling]
-num_generations = 8  # responses to each prompt, which are compared with each other
-max_tokens = {tokens}  # longest response
-
-[algorithm]
-name = "grpo"  # dapo, rloo, reinforce_pp, dr_grpo, gspo, cispo, ...
-
-[produce]
-max_staleness = 1  # generate while the last step trains; 0: on-policy
-
-[train]
-steps = {steps}  # updates; or episodes = 1 for one pass over the prompts
-groups_per_step = {groups}  # prompts in an update
-lr = {lr}
-{evaluation}
-[checkpoint]
-every_steps = 0  # updates between checkpoints; 0: ten minutes between them
-"""
-_EVALUATION = """
-[eval]
-every_steps = 10
-sampling = {{ temperature = 1.0 }}  # as the policy samples; 0 is greedy
-
-[eval.tasks.test]
-data = "test.jsonl"  # problems that are not trained on
-rewards = {rewards}
-"""

@@ -64,10 +64,10 @@ class Config(Section):
     def longest_sequence(self) -> int:
         """Most tokens of a request over all tasks and evaluations; 0: only the model bounds them.
 
-        The conversation of an agent grows with each turn.
+        The conversation of an agent grows with each turn, and a judge reads a rubric and responses.
         """
         tasks = (*self.tasks.values(), *self.eval.tasks.values())
-        if any(task.agent != "single_turn" for task in tasks):
+        if any(task.agent != "single_turn" or task.is_judged_by_policy for task in tasks):
             return 0
         lengths = [
             task.max_prompt_tokens + self.task_sampling(name).max_tokens
@@ -102,6 +102,11 @@ class Config(Section):
         is_other = fields.get("name", self.algorithm.name) != self.algorithm.name
         base = AlgorithmConfig() if is_other else self.algorithm
         return overlay(base, fields, f"tasks.{task}.algorithm")
+
+    def asks_server(self, task: str) -> bool:
+        """Whether the task's teacher is behind a server, whose log-probs are journalled with each group."""
+        teacher = self.teachers.get(self.task_algorithm(task).teacher or "")
+        return teacher is not None and bool(teacher.base_url)
 
     def eval_sampling(self, task: str) -> SamplingConfig:
         """The sampling of an evaluation task: [eval.sampling] with the task's own fields laid over it."""
@@ -321,6 +326,25 @@ def _check_parallel(config: Config) -> None:
         )
 
 
+def _check_exact(config: Config) -> None:
+    if config.model.arithmetic != "exact":
+        return
+    options = set(config.engine.options) & {"pack", "fuse"}
+    reasons = {
+        f"engine.kind = {config.engine.name}": config.engine.name != "transformers",
+        f"engine.threads = {config.engine.threads}": config.engine.threads != 1,
+        f"engine.options.{min(options, default='')}": bool(options),
+        "launch.producer_kinds": bool(config.launch.producer_kinds),
+        f"launch.num_consumers = {config.launch.num_consumers}": config.launch.num_consumers > 1,
+        "model.lora.rank > 0": config.model.lora.rank > 0,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(
+                f"model.arithmetic: got exact with {reason}, allowed: deterministic or fast"
+            )
+
+
 def _check_train(config: Config) -> None:
     train = config.train
     if train.steps is not None and train.episodes is not None:
@@ -331,6 +355,12 @@ def _check_train(config: Config) -> None:
             f"train.groups_per_step = {train.groups_per_step}"
         )
     _check_parallel(config)
+    if train.offload_moments and config.launch.num_consumers > 1:
+        raise ValueError(
+            f"train.offload_moments: got true with launch.num_consumers = {config.launch.num_consumers}, allowed: "
+            "false, or one trainer rank"
+        )
+    _check_exact(config)
     if train.ptx.coefficient > 0 and not train.ptx.data:
         raise ValueError(
             "train.ptx.data: got nothing, allowed: a JSONL file when ptx.coefficient > 0"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from penstock.config.foreign_words import SYSTEMS, rows
+from penstock.config.mistakes import SYSTEMS, rows
 from penstock.convert.words import Unread
 
 TASK, EVAL = "tasks.train", "eval.tasks.heldout"

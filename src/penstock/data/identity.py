@@ -22,8 +22,7 @@ from typing import Any
 from penstock import __version__
 from penstock.config import Config
 from penstock.config.demo import model_file
-from penstock.config.paths import MODELS, map_paths
-from penstock.config.plugins import fingerprint
+from penstock.config.plugins import MODELS, fingerprint, map_paths
 from penstock.data.dataset import Dataset
 from penstock.data.source import (
     HUB,
@@ -114,7 +113,7 @@ def _scorers(config: Config) -> dict[str, str]:
     named = {
         f"{_WEIGHTS}teachers.{name}.path": teacher.path
         for name, teacher in config.teachers.items()
-        if not teacher.is_policy
+        if teacher.is_loaded
     }
     algorithms = (config.algorithm, *map(config.task_algorithm, config.tasks))
     if config.train.reference:

@@ -285,38 +285,17 @@ def _named_faults(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
         ) from None
 
 
-class _HashedFile(io.RawIOBase):
-    """A file whose bytes are added to a ContentHash as they are read."""
-
-    def __init__(self, path: Path, parts: ContentHash) -> None:
-        self._file, self._parts = path.open("rb", buffering=0), parts
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count = self._file.readinto(buffer) or 0
-        self._parts.add(memoryview(buffer)[:count])
-        return count
-
-    def close(self) -> None:
-        if not self.closed:
-            while self.read(2**20):  # what a reader leaves is content as well
-                pass
-            self._file.close()
-        super().close()
-
-
 def _open(path: Path, parts: ContentHash) -> IO[bytes]:
-    """Open a file for reading from its start to its end; a name that ends with .gz is unpacked."""
-    file = io.BufferedReader(_HashedFile(path, parts), 2**20)
+    """Open a file whose bytes were added first, through the same open file; one that ends with .gz is unpacked."""
+    file = path.open("rb")
+    parts.add_rest(file)
+    file.seek(0)
     return gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file  # type: ignore[return-value]
 
 
 def _read_jsonl(path: Path, parts: ContentHash) -> Iterator[Row]:
-    file = _open(path, parts)
-    yield from _json_lines(file)
-    file.close()
+    with _open(path, parts) as file:
+        yield from _json_lines(file)
 
 
 def _parse_json(raw: bytes) -> Any:
@@ -401,52 +380,29 @@ def _read_csv(path: Path, parts: ContentHash) -> Iterator[Row]:
             line = rows.line_num + 1
 
 
-def _read_parquet(path: Path, parts: ContentHash) -> Iterator[Row]:
-    _need_pyarrow(path)
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        with _open_hashed(path, parts) as file, ParquetFile(file) as table:
-            yield from _arrow_rows(table.iter_batches(batch_size=_ROWS_AT_ONCE))
-    except ArrowException as error:
-        raise UserError(f"data {path}: not a Parquet file: {_first_line(error)}") from None
-
-
 def _read_arrow(path: Path, parts: ContentHash) -> Iterator[Row]:
-    """Read the stream of record batches that `datasets` writes."""
-    _need_pyarrow(path)
-    import pyarrow
-
+    """Read a Parquet file, or the stream of record batches that `datasets` writes."""
     try:
-        with _open_hashed(path, parts) as file, pyarrow.ipc.open_stream(file) as batches:
-            yield from _arrow_rows(batches)
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise UserError(f"data {path}: the package pyarrow is not installed; {_INSTALL}") from None
+    is_parquet, number = ".parquet" in path.suffixes, 0
+    try:
+        with _open(path, parts) as file:
+            batches: Iterable[Any]
+            if is_parquet:
+                batches = ParquetFile(file).iter_batches(batch_size=_ROWS_AT_ONCE)
+            else:
+                batches = pyarrow.ipc.open_stream(file)
+            for batch in batches:
+                for start in range(0, len(batch), _ROWS_AT_ONCE):
+                    for row in batch.slice(start, _ROWS_AT_ONCE).to_pylist():
+                        number += 1
+                        yield number, plain(row)
     except pyarrow.ArrowException as error:
-        raise UserError(f"data {path}: not an Arrow stream: {_first_line(error)}") from None
-
-
-def _open_hashed(path: Path, parts: ContentHash) -> IO[bytes]:
-    """Open a file that is read in any order; its bytes are added first, through the same open file."""
-    file = path.open("rb")
-    parts.add_rest(file)
-    file.seek(0)
-    return file
-
-
-def _arrow_rows(batches: Iterable[Any]) -> Iterator[Row]:
-    number = 0
-    for batch in batches:
-        for start in range(0, len(batch), _ROWS_AT_ONCE):
-            for row in batch.slice(start, _ROWS_AT_ONCE).to_pylist():
-                number += 1
-                yield number, plain(row)
-
-
-def _need_pyarrow(path: Path) -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("pyarrow") is None:
-        raise UserError(f"data {path}: the package pyarrow is not installed; {_INSTALL}")
+        what = "a Parquet file" if is_parquet else "an Arrow stream"
+        raise UserError(f"data {path}: not {what}: {_first_line(error)}") from None
 
 
 def _first_line(error: Exception) -> str:
@@ -459,7 +415,7 @@ FORMATS: dict[str, tuple[Callable[[Path, ContentHash], Iterator[Row]], str]] = {
     ".json": (_read_json, "record"),
     ".csv": (_read_csv, "line"),
     ".tsv": (_read_csv, "line"),
-    ".parquet": (_read_parquet, "row"),
+    ".parquet": (_read_arrow, "row"),
     ".arrow": (_read_arrow, "row"),
 }  # the end of a file's name -> its reader, and the word for one record
 

@@ -1,14 +1,14 @@
 """`penstock audit RUN`: check every law that can be proven from the journal. Changes nothing.
 
 Conservation per task, a reason for every drop, batches that match their groups, no group trained twice,
-the staleness bound by each rollout's oldest token, nothing missing (`laws.py`); weights confirmed with the
-committed digest (`weight_chain.py`); tokens as the trainer recorded them (`contents.py`). All of it sees one
-moment of a live run. The weights that checkpoints name must be those of their steps. Warns where trained responses differ in length from drawn ones.
+the staleness bound by each rollout's oldest token, nothing missing, weights confirmed with the committed
+digest, tokens as the trainer recorded them (`laws.py`). All of it sees one moment of a live run. The weights that checkpoints name must be those of their steps. Warns where trained responses differ in length from drawn ones.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,10 +21,15 @@ from penstock import files
 from penstock.config import ProduceConfig
 from penstock.config.doubts import unrepeatable_samples
 from penstock.errors import JournalDamaged
-from penstock.inspection.contents import read_contents
-from penstock.inspection.laws import EraBounds, row_faults, staleness
+from penstock.inspection.laws import (
+    EraBounds,
+    chain_faults,
+    read_contents,
+    redone_versions,
+    row_faults,
+    staleness,
+)
 from penstock.inspection.track.logs import last_logged_step
-from penstock.inspection.weight_chain import chain_faults, redone_versions
 from penstock.rollout import calculate_stale_threshold
 from penstock.store.checkpoint import read_checkpoints
 from penstock.store.journal import Journal
@@ -73,27 +78,10 @@ class Audit:
         return not self.faults
 
     def as_json(self) -> dict[str, Any]:
-        total = TaskAudit()
-        for task in self.tasks.values():
-            for name in ("drawn", "trained", "buffered", "in_flight"):
-                setattr(total, name, getattr(total, name) + getattr(task, name))
-            for reason, number in task.dropped.items():
-                total.dropped[reason] = total.dropped.get(reason, 0) + number
-        return {
-            "drawn": total.drawn,
-            "trained": total.trained,
-            "buffered": total.buffered,
-            "in_flight": total.in_flight,
-            "dropped": total.dropped,
-            "balanced": self.balanced,
-            "max_staleness_trained": self.max_staleness_trained,
-            "max_staleness_allowed": self.max_staleness_allowed,
-            "committed_steps": self.committed_steps,
-            "tasks": {name: asdict(task) for name, task in self.tasks.items()},
-            "faults": self.faults,
-            "warnings": self.warnings,
-            "proved": self.proved,
-        }
+        tasks, counted = self.tasks.values(), ("drawn", "trained", "buffered", "in_flight")
+        dropped: Counter[str] = sum((Counter(task.dropped) for task in tasks), Counter())
+        totals = {name: sum(getattr(task, name) for task in tasks) for name in counted}
+        return {**totals, "dropped": dropped, "balanced": self.balanced, **asdict(self)}
 
 
 def audit_run(

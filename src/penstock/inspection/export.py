@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock import __version__
 from penstock.config import Config
-from penstock.config.paths import model_folder
+from penstock.config.plugins import model_folder
 from penstock.data.source import HUB
 from penstock.errors import PenstockError, RunError, UserError
 from penstock.files import visible, whole_folder

@@ -1,8 +1,9 @@
-"""The laws that the rows of a journal must keep; each yields a sentence for every fault.
+"""The laws that a journal must keep: its rows, the chain of weights, and the tokens.
 
 Numbers of rows were written down when they were made, so a row that is missing is missed. Each step holds the
 trainer's own record of what it trained, and a hash over that record and all before it. The sampler's formula
-says which cursors draw the same prompt. Reads no tokens (`contents.py`) and no weights (`weight_chain.py`).
+says which cursors draw the same prompt. Weights are trained, published, loaded and confirmed under one digest.
+Every trained id was given to an engine or sampled by it, and trained once.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.data.sampler import epoch_order
+from penstock.errors import RunError
+from penstock.rollout.agent.tree import CallTree
 from penstock.store.journal import Journal
 from penstock.store.journal.records import step_chain
+from penstock.types import Group, ModelCall, Rollout, contradicts
 
 _MOST = 20  # most faults of one kind that are listed
 
@@ -34,10 +38,11 @@ class EraBounds:
 
 def row_faults(journal: Journal, eras: Sequence[EraBounds], *, recorded: bool) -> Iterator[str]:
     """Everything that the rows break. `recorded`: a fork, whose groups were drawn by another run."""
-    yield from _life_faults(journal)
+    for sentence, rows in _LAWS:
+        for row in journal.query(f"{rows} LIMIT {_MOST}"):
+            yield sentence.format(*row)
     yield from _batch_faults(journal)
     yield from _step_faults(journal)
-    yield from _missing_rows(journal)
     if not recorded:  # in a fork, versions and steps belong to two runs
         chosen = frozenset().union(*(era.chosen for era in eras))
         yield from _prompt_faults(journal, eras[-1].seed, chosen)
@@ -48,28 +53,60 @@ def row_faults(journal: Journal, eras: Sequence[EraBounds], *, recorded: bool) -
 # -- groups and batches ------------------------------------------------------------------------
 
 
-def _life_faults(journal: Journal) -> Iterator[str]:
-    """Groups in impossible states: dropped without a reason, trained but never landed."""
-    rules = {
-        "was dropped without a reason": "state = 'dropped' AND drop_reason IS NULL",
-        "was taken but is not completed": "state IN ('taken', 'trained') AND status != 'completed'",
-        "was taken but never landed": "state IN ('taken', 'trained') AND landed_at IS NULL",
-        "was taken, but its landing is not recorded": "state IN ('taken', 'trained') AND group_id"
-        " NOT IN (SELECT group_id FROM event_rows WHERE kind = 'landed')",
-    }
-    for what, where in rules.items():
-        for (group_id,) in journal.query(
-            f"SELECT group_id FROM groups WHERE {where} LIMIT {_MOST}"
-        ):
-            yield f"group {group_id}: {what}"
+_TAKEN = "SELECT group_id FROM groups WHERE state IN ('taken', 'trained') AND"
+_NO_DRAW = "WHERE group_id NOT IN (SELECT group_id FROM group_rows)"
+_GAPS = (
+    "SELECT last - rows, last FROM (SELECT COUNT(*) AS rows, COALESCE(MAX(number), 0) AS last FROM"
+)
+_LAWS = (  # (sentence, the rows that break it), at most `_MOST` of each
+    (
+        "group {}: was dropped without a reason",
+        "SELECT group_id FROM groups WHERE state = 'dropped' AND drop_reason IS NULL",
+    ),
+    ("group {}: was taken but is not completed", f"{_TAKEN} status != 'completed'"),
+    ("group {}: was taken but never landed", f"{_TAKEN} landed_at IS NULL"),
+    (
+        "group {}: was taken, but its landing is not recorded",
+        f"{_TAKEN} group_id NOT IN (SELECT group_id FROM event_rows WHERE kind = 'landed')",
+    ),
+    (
+        "group {}: trained {} times",
+        "SELECT value, COUNT(*) FROM steps, json_each(group_ids) GROUP BY value HAVING COUNT(*) > 1",
+    ),
+    ("{} of {} events of groups are missing", f"{_GAPS} event_rows) WHERE rows != last"),
+    ("{} of {} records of weights are missing", f"{_GAPS} weight_rows) WHERE rows != last"),
+    (
+        "step {}: {} events were there when it was committed, now {}",
+        "SELECT MIN(step), num_events, last FROM steps, (SELECT COALESCE(MAX(number), 0) AS last"
+        " FROM event_rows) WHERE num_events > last GROUP BY last",
+    ),
+    (
+        "group {}: its draw is missing, but event_rows has rows of it",
+        f"SELECT DISTINCT group_id FROM event_rows {_NO_DRAW}",
+    ),
+    (
+        "group {}: its draw is missing, but rollout_rows has rows of it",
+        f"SELECT DISTINCT group_id FROM rollout_rows {_NO_DRAW}",
+    ),
+    (
+        "group {}: it has {} rollouts with {} tokens, but {} with {} tokens landed",
+        "SELECT group_id, COALESCE(found, 0), COALESCE(tokens, 0), COALESCE(num_rollouts, 'its rollouts'),"
+        " groups.num_tokens FROM groups LEFT JOIN (SELECT group_id, COUNT(*) AS found,"
+        " SUM(num_tokens) AS tokens FROM rollout_rows GROUP BY group_id) USING(group_id) WHERE landed_at"
+        " IS NOT NULL AND (found IS NULL OR found != COALESCE(num_rollouts, found)"
+        " OR tokens IS NOT groups.num_tokens)",
+    ),
+    (  # SQLite adds in another order
+        "group {}: its reward is {:g}, but the mean of its rollouts' is {:g}",
+        "SELECT group_id, groups.reward, mean FROM groups JOIN (SELECT group_id, AVG(reward) AS mean"
+        " FROM rollout_rows GROUP BY group_id) USING(group_id) WHERE landed_at IS NOT NULL"
+        " AND ABS(mean - groups.reward) > 1e-9 * (1 + ABS(mean))",
+    ),
+)
 
 
 def _batch_faults(journal: Journal) -> Iterator[str]:
-    """Compare batches with groups: one batch per group, equal members, no step missing."""
-    for group_id, number in journal.query(
-        "SELECT value, COUNT(*) FROM steps, json_each(group_ids) GROUP BY value HAVING COUNT(*) > 1"
-    ):
-        yield f"group {group_id}: trained {number} times"
+    """Compare batches with groups: equal members, no step missing."""
     members: dict[int, list[str]] = {}
     for step, group_id in journal.query(
         "SELECT step, group_id FROM groups WHERE step IS NOT NULL ORDER BY step, position"
@@ -104,52 +141,6 @@ def _step_faults(journal: Journal) -> Iterator[str]:
 
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _missing_rows(journal: Journal) -> Iterator[str]:
-    """What is gone: events, records of weights, rollouts of groups that landed."""
-    for table, what in (("event_rows", "events of groups"), ("weight_rows", "records of weights")):
-        ((count, last),) = journal.query(f"SELECT COUNT(*), COALESCE(MAX(number), 0) FROM {table}")
-        if count != last:
-            yield f"{last - count} of {last} {what} are missing"
-        if table == "event_rows":
-            for step, number in journal.query(
-                "SELECT step, num_events FROM steps WHERE num_events > ? LIMIT 1", (last,)
-            ):
-                yield f"step {step}: {number} events were there when it was committed, now {last}"
-    for table in ("event_rows", "rollout_rows"):
-        for (group_id,) in journal.query(
-            f"SELECT DISTINCT group_id FROM {table} WHERE group_id NOT IN"
-            f" (SELECT group_id FROM group_rows) LIMIT {_MOST}"
-        ):
-            yield f"group {group_id}: its draw is missing, but {table} has rows of it"
-    yield from _missing_rollouts(journal)
-    yield from _other_rewards(journal)
-
-
-def _missing_rollouts(journal: Journal) -> Iterator[str]:
-    rows = journal.query(
-        "SELECT group_id, num_rollouts, found, groups.num_tokens, tokens FROM groups LEFT JOIN"
-        " (SELECT group_id, COUNT(*) AS found, SUM(num_tokens) AS tokens FROM rollout_rows"
-        " GROUP BY group_id) USING(group_id) WHERE landed_at IS NOT NULL AND (found IS NULL"
-        f" OR found != COALESCE(num_rollouts, found) OR tokens IS NOT groups.num_tokens) LIMIT {_MOST}"
-    )
-    for group_id, expected, found, expected_tokens, tokens in rows:
-        yield (
-            f"group {group_id}: it has {found or 0} rollouts with {tokens or 0} tokens, "
-            f"but {expected or 'its rollouts'} with {expected_tokens} tokens landed"
-        )
-
-
-def _other_rewards(journal: Journal) -> Iterator[str]:
-    """Groups whose reward is not the mean of their rollouts' rewards; SQLite adds in another order."""
-    rows = journal.query(
-        "SELECT group_id, groups.reward, mean FROM groups JOIN (SELECT group_id, AVG(reward) AS mean"
-        " FROM rollout_rows GROUP BY group_id) USING(group_id) WHERE landed_at IS NOT NULL"
-        f" AND ABS(mean - groups.reward) > 1e-9 * (1 + ABS(mean)) LIMIT {_MOST}"
-    )
-    for group_id, reward, mean in rows:
-        yield f"group {group_id}: its reward is {reward:g}, but the mean of its rollouts' is {mean:g}"
 
 
 # -- prompts -----------------------------------------------------------------------------------
@@ -300,3 +291,221 @@ def _bound(task: str, step: int, eras: Sequence[EraBounds]) -> int | None:
             bounds.append(era.allowed[task])
         before = last
     return max(bounds, default=None)
+
+
+# -- tokens -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class Contents:
+    """What was compared, and what did not hold; the counts are of agents' rollouts."""
+
+    rollouts: int = 0
+    rows: int = 0
+    trained: int = 0  # sampled tokens in the loss
+    given: int = 0  # tokens that an engine was given: prompts, tool results
+    unheard: int = 0  # calls whose answer the agent never got: in no row
+    pruned: int = 0  # rollouts whose tokens were removed
+    tools: dict[str, int] = field(default_factory=dict)  # calls by outcome
+    faults: list[str] = field(default_factory=list)
+    is_proved: bool = True  # no fault of an agent's rollout
+
+    def lines(self) -> list[str]:
+        """Say what was proved; empty if the run has no agent."""
+        lines = []
+        if self.rollouts and self.is_proved:
+            gone = f"; {self.pruned} more were pruned" if self.pruned else ""
+            lost = f"; {self.unheard} calls never reached their agent and are not trained"
+            lines.append(
+                f"agents: {self.rollouts} rollouts, {self.rows} rows{gone}: every id was given to an engine "
+                f"({self.given}) or sampled by it, each of {self.trained} sampled tokens trained once{lost if self.unheard else ''}"
+            )
+        if self.tools:
+            begun = sum(self.tools.values())
+            parts = " + ".join(f"{number} {outcome}" for outcome, number in self.tools.items())
+            lines.append(f"tool calls: {begun} begun = {parts}")
+        return lines
+
+
+def read_contents(journal: Journal) -> Contents:
+    """Compare every group that a step took with the trainer's record, and with its calls."""
+    contents = Contents()
+    records = _records(journal)
+    of_agents = {group_id for (group_id,) in journal.query("SELECT DISTINCT group_id FROM calls")}
+    rows = journal.query(
+        "SELECT group_id, step FROM groups WHERE state IN ('taken', 'trained') ORDER BY step, position"
+    )
+    for group_id, step in rows:
+        record = records.get((step, group_id))
+        if record is None and group_id not in of_agents:
+            continue
+        try:
+            group = journal.group(group_id)
+        except RunError as error:
+            contents.faults.append(f"group {group_id}: its rollouts cannot be read: {error}")
+            continue
+        if record is not None and contradicts(record, group.fingerprint()):
+            contents.faults.append(
+                f"group {group_id}: the journal's rollouts are not those that the trainer "
+                f"trained in step {step}"
+            )
+        if group_id in of_agents:
+            _certify(journal, group, contents)
+    outcomes = dict(journal.query("SELECT outcome, COUNT(*) FROM tools GROUP BY outcome"))
+    if outcomes:
+        ended = {name: outcomes.get(name, 0) for name in ("done", "failed", "unknown")}
+        contents.tools = ended | {"unknown": ended["unknown"] + outcomes.get(None, 0)}
+    return contents
+
+
+def _records(journal: Journal) -> dict[tuple[int, str], str]:
+    """The trainer's hash of each group that it trained and that has its tokens, by (step, group)."""
+    rows = journal.query(
+        "SELECT step, trained FROM steps WHERE committed AND trained IS NOT NULL AND pruned_at IS NULL"
+    )
+    return {
+        (step, group_id): fingerprint
+        for step, trained in rows
+        for group_id, fingerprint in json.loads(trained)
+    }
+
+
+def _certify(journal: Journal, group: Group, contents: Contents) -> None:
+    """Compare the rollouts of an agent's group with the calls that were journalled."""
+    calls = journal.calls(group.group_id)
+    for rollout in group.rollouts:
+        journalled = calls.get((rollout.rollout_id, rollout.seed), [])
+        if not rollout.rows and not journalled:
+            contents.pruned += 1
+            continue
+        contents.rollouts += 1
+        if fault := _compare(rollout, journalled, contents):
+            contents.is_proved = False
+            contents.faults.append(f"rollout {rollout.rollout_id}: {fault}")
+
+
+def _compare(rollout: Rollout, calls: Sequence[ModelCall], contents: Contents) -> str:
+    """What is wrong with a rollout's rows; add to the counts."""
+    tree, unheard = CallTree(list(calls)), set(rollout.extra.get("unheard", ()))
+    paths = [tree.path(leaf) for leaf in tree.leaves(unheard)]
+    sequences = rollout.sequences()
+    if len(paths) != len(sequences):
+        return f"it has {len(sequences)} rows, but its calls have {len(paths)} ends"
+    seen: set[tuple[int, int]] = set()  # (call, place) of the sampled tokens that are trained
+    for number, ((prompt_ids, place), path) in enumerate(zip(sequences, paths, strict=True)):
+        ids = np.concatenate([prompt_ids, rollout.response_ids[place]])
+        if not np.array_equal(ids, tree.ids(path[-1])):
+            return f"row {number}: its ids are not those that an engine was given or sampled"
+        origin: list[tuple[int, int] | None] = []  # of each id: where it was sampled
+        for call in path:
+            origin += [None] * len(call.context_ids)
+            origin += [(call.number, offset) for offset in range(len(call.token_ids))]
+        mask = np.concatenate([np.zeros(len(prompt_ids), dtype=bool), rollout.loss_mask[place]])
+        for at in np.flatnonzero(mask):
+            source = origin[at]
+            if source is None:
+                return f"row {number}: it trains a token that was not sampled"
+            if source in seen:
+                return f"row {number}: it trains a token that another row trains"
+            seen.add(source)
+        contents.rows += 1
+        contents.given += origin.count(None)
+    sampled = sum(len(call.token_ids) for call in calls if call.number not in unheard)
+    if len(seen) != sampled:
+        return f"{sampled - len(seen)} of its {sampled} sampled tokens are not trained"
+    contents.trained += sampled
+    contents.unheard += len(unheard)
+    return ""
+
+
+# -- the chain of weights -----------------------------------------------------------------------
+
+
+def chain_faults(journal: Journal, *, recorded: bool = False) -> list[str]:
+    """What breaks the chain. `recorded`: a fork, whose versions are those of its origin."""
+    published, confirmed, redone = (
+        _seen(journal, kind) for kind in ("published", "confirmed", "redone")
+    )
+    faults = [
+        f"weights {version}: an engine confirmed digest {digest}, the trainer published "
+        f"{_words(published.get(version))}"
+        # a restarted trainer publishes what it redid
+        for version, digests in sorted(confirmed.items())
+        for digest in sorted(digests - published.get(version, set()) - redone.get(version, set()))
+    ]
+    if not recorded:
+        faults += _digest_faults(journal, published, redone)
+    for version in _sampled_versions(journal):
+        if version not in published:
+            faults.append(
+                f"weights {version}: trained rollouts name them, the trainer never published them"
+            )
+        elif version not in confirmed:
+            faults.append(
+                f"weights {version}: trained rollouts name them, no engine confirmed them"
+            )
+    return faults
+
+
+def redone_versions(journal: Journal) -> list[str]:
+    """A line per version whose step was redone where bits do not repeat, with all its digests."""
+    published, redone = _seen(journal, "published"), _seen(journal, "redone")
+    digests_of = {
+        version: published.get(version, set()) | redone.get(version, set())
+        for version in published.keys() | redone.keys()
+    }
+    return [
+        f"weights {version}: redone after a crash, with other bits ({_words(digests)})"
+        for version, digests in sorted(digests_of.items())
+        if len(digests) > 1 or version in redone
+    ]
+
+
+def _digest_faults(
+    journal: Journal, published: dict[int, set[str]], redone: dict[int, set[str]]
+) -> list[str]:
+    faults = []
+    rows = journal.query("SELECT step, policy_version, digest FROM steps WHERE committed")
+    for step, version, digest in rows:
+        if version != step:
+            faults.append(f"step {step}: committed version {version}, expected version {step}")
+        known = published.get(version, set()) | redone.get(version, set())
+        if version in published and digest not in known:
+            faults.append(
+                f"weights {version}: published with digest {_words(published[version])}, "
+                f"committed with {digest}"
+            )
+    return faults
+
+
+def _seen(journal: Journal, kind: str) -> dict[int, set[str]]:
+    by_version: dict[int, set[str]] = {}
+    for version, digest in journal.query(
+        "SELECT DISTINCT version, digest FROM weights WHERE kind = ?", (kind,)
+    ):
+        by_version.setdefault(version, set()).add(digest)
+    return by_version
+
+
+def _sampled_versions(journal: Journal) -> list[int]:
+    """Every version that a token of a trained rollout was sampled from."""
+    versions: set[int] = set()
+    rows = journal.query(
+        "SELECT DISTINCT oldest_version, newest_version FROM rollouts"
+        " WHERE step IS NOT NULL AND oldest_version IS NOT NULL"
+    )
+    for oldest, newest in rows:
+        versions |= {oldest, newest}
+        if newest - oldest > 1:  # versions in between are only in the payloads
+            for (group_id,) in journal.query(
+                "SELECT DISTINCT group_id FROM rollouts"
+                " WHERE step IS NOT NULL AND oldest_version = ? AND newest_version = ?",
+                (oldest, newest),
+            ):
+                rollouts = journal.group(group_id).rollouts
+                versions |= {s.version for rollout in rollouts for s in rollout.segments}
+    return sorted(versions)
+
+
+def _words(digests: set[str] | None) -> str:
+    return " and ".join(sorted(digests)) if digests else "nothing"

@@ -20,9 +20,8 @@ from typing import Any
 
 from penstock.errors import PenstockError, UserError
 from penstock.files import write_whole
-from penstock.inspection.dashboard.shown_run import ShownRun
-from penstock.inspection.dashboard.views import VIEWS, comparison, spread_groups
-from penstock.inspection.runs import read_line
+from penstock.inspection.dashboard.views import VIEWS, ShownRun, comparison, spread_groups
+from penstock.inspection.record import read_line
 from penstock.store.run_folder import RunFolder
 
 __all__ = ["write_report"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.config import RewardConfig, plugins
-from penstock.reward.protocol import Reward
+from penstock.reward.protocol import AskPolicy, Reward
 from penstock.reward.verifiable import Part, VerifiableReward, make_part
 from penstock.waits import Waits
 
@@ -31,10 +31,12 @@ def build_reward(
     waits: Waits | None = None,
     lane: str = "rewards",
     is_chat: bool = False,
+    ask_policy: AskPolicy | None = None,
 ) -> VerifiableReward:
     """Build the weighted sum of `rewards`. Workers start at their first use; `close()` ends them.
 
-    `is_chat`: the task's data has messages; functions in TRL's shape then get messages.
+    `is_chat`: the task's data has messages; functions in TRL's shape then get messages. `ask_policy`: asks the
+    engines, if there are any.
     """
     names: list[str] = []
     parts: list[Part] = []
@@ -42,7 +44,7 @@ def build_reward(
         target = plugins.load("reward", config.type, REWARDS)
         name = _unique(config.type, names)
         names.append(name)
-        parts.append(make_part(name, target, config, max_tokens, is_chat=is_chat))
+        parts.append(make_part(name, target, config, max_tokens, ask_policy, is_chat=is_chat))
     return VerifiableReward(parts, waits=waits, lane=lane)
 
 

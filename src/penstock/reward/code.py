@@ -130,14 +130,11 @@ class CodeReward(Reward):
             await asyncio.to_thread(threads.shutdown, wait=True, cancel_futures=True)
 
 
-class VerificationClient:
+class VerificationClient(RetryingClient):
     """Consumes solutions and test cases, produces the verdicts of a server."""
 
     def __init__(self, urls: Sequence[str], **settings: Any) -> None:
-        """settings: those of a `RetryingClient`."""
-        self._client = RetryingClient(
-            "verification server", urls, ROUTE, unreachable=SandboxError, **settings
-        )
+        super().__init__("verification server", urls, ROUTE, unreachable=SandboxError, **settings)
 
     async def check(
         self,
@@ -153,11 +150,7 @@ class VerificationClient:
             "timeout": timeout_s,
             "stop_at_failure": stop_at_failure,
         }
-        return _read_verdict(*await self._client.ask(request))
-
-    async def close(self) -> None:
-        """End the connections."""
-        await self._client.close()
+        return _read_verdict(*await self.ask(request))
 
 
 def _read_verdict(url: str, reply: bytes) -> Verdict:

@@ -2,7 +2,7 @@
 
 Text and plain numbers are compared here. A number is read with the signs around it: digits of any script,
 thousands separators, fractions, powers of ten, percent, currency and units. A pair that needs algebra gives
-None and goes to the symbolic comparison (`math_pool.py`). Texts past a limit are never parsed, so no call
+None and goes to the symbolic comparison (`math_answer.py`). Texts past a limit are never parsed, so no call
 takes long.
 """
 

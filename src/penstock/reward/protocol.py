@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -21,6 +21,9 @@ from penstock.errors import UserError
 from penstock.types import Prompt, Rollout, Score
 
 S = TypeVar("S", bound=Section)
+
+AskPolicy = Callable[[Sequence[Mapping[str, str]], int, float], Awaitable[tuple[str, str]]]
+"""Of messages, most tokens and temperature: the words of the run's own engines, and why they ended."""
 
 
 class ValueOptions(Section):
@@ -58,6 +61,8 @@ class Reward(ABC):
     """A truncated response gets the lowest value; a negative weight would turn that round."""
     needs_group: bool = False
     """It compares the rollouts of a group: call `score_group`, not `score` or `score_each`."""
+    asks_policy: ClassVar[bool] = False
+    """Its constructor takes `ask_policy`, too."""
     fields: tuple[str, ...] = ()
     """Fields of the data that every record must have."""
 

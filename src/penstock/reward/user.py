@@ -42,8 +42,7 @@ class UserObject(Reward):
         self._target = target
 
     async def score(self, rollout: Rollout, prompt: Prompt) -> Score:
-        score: Score = await self._target.score(rollout, prompt)
-        return score
+        return as_score(await self._target.score(rollout, prompt))
 
     async def close(self) -> None:
         await self._target.close()

@@ -18,7 +18,7 @@ from typing import Any
 from penstock.config import RewardConfig
 from penstock.config.plugins import place_of
 from penstock.errors import RewardError, UserError
-from penstock.reward.protocol import Reward, check_option_names, read_options
+from penstock.reward.protocol import AskPolicy, Reward, check_option_names, read_options
 from penstock.reward.user import UserFunction, UserObject
 from penstock.types import Prompt, Rollout, Score
 from penstock.waits import OpenWait, WaitKind, Waits
@@ -34,12 +34,18 @@ class Part:
 
 
 def make_part(
-    name: str, target: Any, config: RewardConfig, max_tokens: int, *, is_chat: bool = False
+    name: str,
+    target: Any,
+    config: RewardConfig,
+    max_tokens: int,
+    ask_policy: AskPolicy | None = None,
+    *,
+    is_chat: bool = False,
 ) -> Part:
     """Build one part from what its name stands for: a built-in, the user's class, object or function."""
     reward: Reward
     if isinstance(target, type):
-        reward = _build_class(name, target, config, max_tokens)
+        reward = _build_class(name, target, config, max_tokens, ask_policy)
     elif _has_score(target) and hasattr(target, "close"):
         check_option_names(name, config.options, [])
         reward = target if isinstance(target, Reward) else UserObject(target)
@@ -55,9 +61,13 @@ def make_part(
     return Part(name, config.weight, reward)
 
 
-def _build_class(name: str, target: type, config: RewardConfig, max_tokens: int) -> Reward:
+def _build_class(
+    name: str, target: type, config: RewardConfig, max_tokens: int, ask_policy: AskPolicy | None
+) -> Reward:
     if issubclass(target, Reward) and target.Options is not None:
         make: Callable[..., Reward] = target
+        if target.asks_policy:
+            make = partial(make, ask_policy=ask_policy)
         return make(read_options(name, target.Options, config.options), max_tokens=max_tokens)
     if not _has_score(target):
         raise UserError(

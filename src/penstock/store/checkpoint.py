@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.config import CheckpointConfig
-from penstock.config.paths import model_folder
+from penstock.config.plugins import model_folder
 from penstock.errors import RunError, WorkerDied
 from penstock.files import existing, free_name, sync
 from penstock.waits import loop_time

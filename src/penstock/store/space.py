@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config import Config
-from penstock.config.memory import MASTER, MOMENTS, count_parameters
+from penstock.config.memory import MASTER, count_parameters, moment_bytes
 
 TOKEN = 12  # bytes of the journal for a token: id, log-prob, text
+LOGPROB = 4  # more, with a teacher behind a server
 ROLLOUT = 400  # bytes of the journal for a response, beside its tokens
 LONG_LOG = 256 * 2**20  # bytes; SQLite moves the log into the journal after every 4 MiB
 _AHEAD = 100  # steps whose journal must fit
@@ -65,7 +66,9 @@ class DiskWatch:
         settings = self._config.checkpoint
         checkpoint, keep = self._checkpoint_bytes(), settings.keep + 1 + bool(settings.keep_best)
         free = self._free(self._folder)
-        written = f"at most {size_text(journal)} of journal ({TOKEN} bytes a token)"
+        written = (
+            f"at most {size_text(journal)} of journal ({_token_bytes(self._config)} bytes a token)"
+        )
         cuts = any(self._config.task_sampling(task).cuts_tokens for task in self._config.tasks)
         if cuts or self._config.engine.options.get("router_replay"):
             written += " without what tokens are chosen from (docs/off-policy.md)"
@@ -123,14 +126,19 @@ def _bytes_of(path: str | Path) -> int:
 def _step_bytes(config: Config) -> int:
     """The most that one step adds to the journal."""
     tasks = [config.task_sampling(name) for name in config.tasks]
-    group = max(task.num_generations * (ROLLOUT + TOKEN * task.max_tokens) for task in tasks)
+    token = _token_bytes(config)
+    group = max(task.num_generations * (ROLLOUT + token * task.max_tokens) for task in tasks)
     return group * config.train.groups_per_step
+
+
+def _token_bytes(config: Config) -> int:
+    return TOKEN + LOGPROB * any(map(config.asks_server, config.tasks))
 
 
 def checkpoint_bytes(config: Config) -> int:
     """The size of a checkpoint from the model's safetensors files; 0 if there are none."""
     each = 2 if config.model.dtype in ("bfloat16", "float16") else 4
-    trained = 0 if config.model.lora.rank else MASTER + MOMENTS
+    trained = 0 if config.model.lora.rank else MASTER + moment_bytes(config.train.moments)
     return count_parameters(config.model.path) * (each + trained)
 
 

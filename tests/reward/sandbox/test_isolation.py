@@ -21,10 +21,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import SandboxError
 from penstock.reward import sandbox
-from penstock.reward.sandbox import layers
-from penstock.reward.sandbox.host import Mode, Sandbox, SandboxFactory
+from penstock.reward.sandbox import host as host_side
+from penstock.reward.sandbox.host import Isolation, Mode, Sandbox, SandboxFactory, find_isolation
 from penstock.reward.sandbox.inside import kernel, landlock, seccomp, wire
-from penstock.reward.sandbox.layers import Isolation, find_isolation
 from penstock.reward.sandbox.self_check import check
 from penstock.reward.sandbox.settings import ACCEPT_WEAKER, SandboxSettings, job_limits
 from penstock.reward.sandbox.verify import verify
@@ -202,12 +201,12 @@ def test_check_tells_what_is_active_and_tries_to_break_out() -> None:
 )
 def test_levels(facts: dict[str, Any], level: str) -> None:
     everything = {"landlock": True, "arch": "x86_64", "uid": 54321}
-    assert layers._describe(PLAIN, everything | facts).level == level
+    assert host_side._describe(PLAIN, everything | facts).level == level
 
 
 def test_code_is_refused_below_the_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
     weak = Isolation(PLAIN, "weak", ("resource limits",))
-    monkeypatch.setattr(layers, "_best", lambda bubblewrap: (weak, "the moon is wrong"))
+    monkeypatch.setattr(host_side, "_best", lambda bubblewrap: (weak, "the moon is wrong"))
     for minimum in ("full", "filtered"):
         settings = SandboxSettings.model_validate({"minimum": minimum})
         message = f"isolation here is 'weak'.*allowed: '{minimum}'.*missing: the moon is wrong"
@@ -240,9 +239,7 @@ def test_code_is_refused_below_the_minimum(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_where_the_kernel_offers_less_one_line_says_what_is_missing(lacks: str, line: str) -> None:
-    if os.geteuid() != 0 or layers.find_isolation(SandboxSettings(minimum="filtered")).level != (
-        "full"
-    ):
+    if os.geteuid() != 0 or find_isolation(SandboxSettings(minimum="filtered")).level != ("full"):
         pytest.skip("takes a machine that offers everything")
     check = [sys.executable, "-m", "penstock.cli", "sandbox", "check"]
     folders = [str(Path(__file__).parents[2]), str(Path(sandbox.__file__).parents[3])]
@@ -390,8 +387,8 @@ def test_no_process_of_ours_inside_has_the_terminal(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["bubblewrap", "namespaces"])
 def test_nothing_else_of_the_package_is_inside(mode: str) -> None:
-    if shutil.which("bwrap") and layers.try_mode(MODES["namespaces"], SandboxSettings()):
-        layers.try_mode(MODES[mode], SandboxSettings())  # works wherever its parts do
+    if shutil.which("bwrap") and host_side.try_mode(MODES["namespaces"], SandboxSettings()):
+        host_side.try_mode(MODES[mode], SandboxSettings())  # works wherever its parts do
     pool = make_pool(mode)
     source = "import sys\nprint(*sorted(m for m in sys.modules if m.startswith('penstock')))"
     try:

@@ -22,9 +22,14 @@ import pytest
 
 from penstock.errors import RewardError, SandboxError, UserError
 from penstock.reward.code import VerificationClient
-from penstock.reward.sandbox.serve import ServerSettings, VerificationService, serve, serve_on
+from penstock.reward.sandbox.serve import (
+    ServerSettings,
+    Turns,
+    VerificationService,
+    serve,
+    serve_on,
+)
 from penstock.reward.sandbox.settings import SandboxSettings
-from penstock.reward.sandbox.turns import Turns
 from stages.hostile_clients import HostileClients
 from stages.sandbox_pools import factories, left_over, make_pool
 

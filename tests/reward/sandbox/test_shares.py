@@ -8,8 +8,7 @@ import threading
 from typing import Any
 
 from penstock.reward.sandbox import pool
-from penstock.reward.sandbox.host import Mode
-from penstock.reward.sandbox.layers import Isolation
+from penstock.reward.sandbox.host import Isolation, Mode
 from penstock.reward.sandbox.pool import SandboxPool
 from penstock.reward.sandbox.settings import SandboxSettings, job_limits
 from penstock.reward.sandbox.verify import verify
@@ -39,7 +38,7 @@ class FakeFactory:
 
 
 class FakeSandbox:
-    facts, is_ready = True, True
+    facts = True
 
     def __init__(self, factory: FakeFactory) -> None:
         self._factory = factory

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import UserError
 
@@ -53,12 +54,15 @@ def model_file(model: str, name: str) -> Path | None:
 
 def context_length(model: str) -> int | None:
     """The most tokens of a sequence; None if the model does not say or is not on this machine."""
-    file = model_file(resolve_model_path(model), "config.json")
-    if file is None:
-        return None
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        length = settings.get("text_config", settings).get("max_position_embeddings")
-    except (ValueError, AttributeError):  # told where the model is loaded
-        return None
+    length = text_settings(model).get("max_position_embeddings")
     return length if isinstance(length, int) and length > 0 else None
+
+
+def text_settings(model: str) -> dict[str, Any]:
+    """The config.json of a model, of its part for text; empty if it is not on this machine."""
+    file = model_file(resolve_model_path(model), "config.json")
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8")) if file else {}
+        return dict(settings.get("text_config", settings))
+    except (ValueError, AttributeError, TypeError):  # told where the model is loaded
+        return {}

@@ -1,7 +1,7 @@
-"""Serves the dashboard: one page, its data as JSON, and a stream of changes.
+"""Serves the dashboard: one page, and its data as JSON, for which the page asks once a second.
 
     GET /                      the page, with its scripts and styles
-    GET /events                changed runs, as server-sent events
+    GET /api/runs              the list of runs
     GET /api/...               what a view shows
     GET /report/ID             the same page with the data of one run in it, to keep
 
@@ -16,23 +16,22 @@ import hmac
 import json
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.config.secrets import from_environment
 from penstock.errors import PenstockError, UserError
 from penstock.files import say
-from penstock.inspection.dashboard.shown_run import ShownRun, ShownRuns
-from penstock.inspection.dashboard.views import VIEWS, comparison
+from penstock.inspection.dashboard.views import VIEWS, ShownRun, ShownRuns, comparison
 from penstock.inspection.report import page, report_page
 from penstock.serving import (
     AppServer,
@@ -46,8 +45,6 @@ from penstock.serving import (
 
 TOKEN_VARIABLE = "PENSTOCK_DASHBOARD_TOKEN"
 _COOKIE = "penstock"
-_LOOK_EVERY_S = 1.0  # while a page is open: other processes write the runs
-_HEARTBEAT_S = 15.0
 _CONNECTIONS, _SILENT_S = 64, 60.0
 _MOST_COMPARED = 8  # the colours of the charts
 _HEADERS = {
@@ -101,11 +98,8 @@ class Dashboard:
 
     def __init__(self, folder: Path, token: str = "", hosts: tuple[str, ...] = ()) -> None:
         self.runs = ShownRuns(folder)
-        self._watching: set[asyncio.Queue[list[dict[str, Any]]]] = set()
-        self._watched = asyncio.Event()  # set while somebody watches
-        self._complete = False  # whether every run was looked at once
         routes = [
-            Route("/events", self._stream),
+            Route("/api/runs", self._list),
             Route("/report/{run}", self._report),
             Route("/api/compare", self._compare),
             Route("/api/run/{run}/{view}", self._view),
@@ -114,7 +108,8 @@ class Dashboard:
         gates = [Middleware(NoForeignPages, hosts=hosts), Middleware(_Gate, token=token)]
         self.app = make_app(routes, middleware=gates)
 
-    # -- reading, in a thread --------------------------------------------------------------------
+    def _list(self, request: Request) -> Response:
+        return _json(_read(self.runs.look))
 
     def _report(self, request: Request) -> Response:
         return _html(_read(lambda: report_page([self._run(request).folder])))
@@ -131,54 +126,6 @@ class Dashboard:
     def _compare(self, request: Request) -> Response:
         ids = request.query_params.get("runs", "").split(",")[:_MOST_COMPARED]
         return _json(_read(lambda: comparison([self.runs.find(run).folder for run in ids])))
-
-    # -- changes ---------------------------------------------------------------------------------
-
-    async def _stream(self, request: Request) -> Response:
-        return StreamingResponse(self._events(), media_type="text/event-stream")
-
-    async def _events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the list, then every change, as server-sent events; ends when the client is gone."""
-        queue: asyncio.Queue[list[dict[str, Any]]] = asyncio.Queue()
-        self._watching.add(queue)
-        try:
-            self._watched.set()
-            yield _event("runs", self.runs.lines())
-            if self._complete:
-                yield _event("changes", [{"complete": True}])
-            while True:
-                try:
-                    changes = await asyncio.wait_for(queue.get(), _HEARTBEAT_S)
-                except TimeoutError:
-                    yield b": here\n\n"
-                    continue
-                yield _event("changes", changes)
-        finally:
-            self._watching.discard(queue)
-            if not self._watching:
-                self._watched.clear()
-
-    async def watch(self) -> None:
-        """Look for changes once a second while somebody watches; never ends by itself."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await self._watched.wait()
-            await asyncio.to_thread(self._look, loop)
-            if not self._complete:
-                self._complete = True
-                self._tell([{"complete": True}])
-            await asyncio.sleep(_LOOK_EVERY_S)
-
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            for change in self.runs.changes():
-                loop.call_soon_threadsafe(self._tell, [change])
-        except OSError as error:  # the folder itself is gone or cannot be read
-            loop.call_soon_threadsafe(self._tell, [{"error": f"{error}"}])
-
-    def _tell(self, changes: list[dict[str, Any]]) -> None:
-        for queue in self._watching:
-            queue.put_nowait(changes)
 
 
 V = TypeVar("V")
@@ -206,10 +153,6 @@ def _html(text: str) -> Response:
 def _json(value: object) -> Response:
     body = json.dumps(value, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
     return Response(body, media_type="application/json")
-
-
-def _event(name: str, value: object) -> bytes:
-    return f"event: {name}\ndata: {json.dumps(value, separators=(',', ':'))}\n\n".encode()
 
 
 def serve(
@@ -250,9 +193,6 @@ async def serve_on(listening: socket.socket, dashboard: Dashboard, stopped: asyn
     )
     await server.start(listening)
     try:
-        async with asyncio.TaskGroup() as group:
-            watching = group.create_task(dashboard.watch())
-            await stopped.wait()
-            watching.cancel()
+        await stopped.wait()
     finally:
         await server.close(grace_s=0.1)  # pages only read: nothing is lost

@@ -1,28 +1,36 @@
-"""What each view of a run's page shows, as plain JSON values: for the dashboard, and embedded in a report.
+"""The runs of a folder, and what each view of a run's page shows, as plain JSON values.
 
-Long curves are thinned here: a point stands for a stretch of steps, with their mean, smallest and
+A value that costs something to read is read again only when its run has changed, and only after a rest that is
+many times longer than the reading took, so that looking at a run does not slow the machine that trains it. Long curves are thinned here: a point stands for a stretch of steps, with their mean, smallest and
 largest value. Journals are read in one snapshot each, through their public views.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
+import stat
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.config.changes import flat
 from penstock.errors import PenstockError, RunError, UserError
 from penstock.inspection.compare import Comparison, compare, first_and_last
-from penstock.inspection.dashboard.shown_run import ShownRun
-from penstock.inspection.record import RunRecord, read_run, take_figures
+from penstock.inspection.record import RunLine, RunRecord, read_line, read_run, take_figures
 from penstock.inspection.rollout_viewer import message_text, views_of_group
 from penstock.inspection.timeline import Interval, Lane, lanes, read_events, sessions, work_clock
 from penstock.inspection.track.console import stretches
+from penstock.inspection.track.logs import TIMELINE_FILE
+from penstock.rollout.evaluation.evaluate import SUMMARY
 from penstock.store.journal import Journal
-from penstock.store.run_folder import RunFolder
+from penstock.store.run_folder import CONFIG, JOURNAL, METRICS, ORIGIN, RunFolder
 
 V = TypeVar("V")
 
@@ -40,6 +48,152 @@ _ORDERS = {
     "worst": "reward IS NULL, reward, step DESC",
 }
 _STATES = ("trained", "taken", "buffered", "dropped")
+
+# -- the runs of a folder -----------------------------------------------------------------------
+
+
+_REST = 20.0  # a reading that took a second is repeated after 20 seconds at the earliest
+_LOOK_S = 1.0  # in which a look reads new runs
+_SPARKS = 60  # points of the small curve in the list
+_FILES = (CONFIG, JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm", METRICS, ORIGIN, "lock")
+_FOLDERS = ("configs", "eval", "timeline")
+_MORE_FILES = ("rollouts.jsonl", f"timeline/{TIMELINE_FILE}")
+
+
+@dataclass(slots=True)
+class _Value:
+    version: str
+    content: Any
+    at: float  # when it was read
+    cost: float  # CPU seconds
+
+
+@dataclass(slots=True)
+class ShownRun:
+    """One run: its line in the list, and what was read of it."""
+
+    id: str
+    folder: RunFolder
+    line: dict[str, Any] = field(default_factory=dict)
+    _values: dict[str, _Value] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def value(self, name: str, read: Callable[[RunFolder], V]) -> tuple[V, float]:
+        """What `read` finds, and the seconds after which to ask again (0: it is of now)."""
+        with self._lock:
+            version, old = self.version(), self._values.get(name)
+            if old is not None and old.version == version:
+                return old.content, 0.0
+            if old is not None and (rest := old.at + _REST * old.cost - time.monotonic()) > 0:
+                return old.content, rest
+            began = time.thread_time()
+            content = read(self.folder)
+            cost = time.thread_time() - began
+            self._values[name] = _Value(version, content, time.monotonic(), cost)
+            return content, 0.0
+
+    def version(self) -> str:
+        """A text that changes with every step and every evaluation of the run."""
+        files = (self.folder.metrics, self.folder.evaluations / SUMMARY, self.folder.path / CONFIG)
+        marks = [os.lstat(file) for file in files if os.path.lexists(file)]
+        parts = [f"{mark.st_mtime_ns}.{mark.st_size}" for mark in marks]
+        return "-".join([*parts, self.folder.owner()])
+
+    def renew(self) -> None:
+        """Read the line of the list again if the run has changed."""
+        if odd := odd_file(self.folder.path):
+            line = RunLine(name=self.folder.name, state="refused", note=odd)
+            self.line = self.line_of(line) | {"version": ""}
+            return
+        line, wait = self.value("line", read_line)
+        if not wait or not self.line:
+            self.line = self.line_of(line) | {"version": self.version()}
+
+    def line_of(self, line: RunLine) -> dict[str, Any]:
+        """A run's line as the page shows it, with a short curve."""
+        parts = [line.rewards[a:b] for a, b in stretches(len(line.rewards), _SPARKS)]
+        means = [round(sum(part) / len(part), 4) for part in parts]
+        return {**asdict(line), "id": self.id, "rewards": means}
+
+
+class ShownRuns:
+    """The runs of one folder, or the one run that the folder is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._runs: dict[str, ShownRun] = {}
+        self._looking = threading.Lock()
+
+    def find(self, run_id: str) -> ShownRun:
+        """The run with this id; raise KeyError if there is none, or if it is refused."""
+        known = self._runs.get(run_id)
+        if known is None:  # an address that was kept, before the list is read
+            path = {_id(path): path for path in self._paths()}[run_id]
+            known = self._runs.setdefault(run_id, ShownRun(run_id, RunFolder(path)))
+        if odd_file(known.folder.path):
+            raise KeyError(run_id)
+        return known
+
+    def look(self) -> dict[str, Any]:
+        """The line of every run, the newest first; after a second, runs that are new wait for the next look."""
+        until, complete = time.monotonic() + _LOOK_S, True
+        with self._looking:
+            paths = {_id(path): path for path in self._paths()}
+            for run_id in list(self._runs):  # at once: `find` adds runs in other threads
+                if run_id not in paths:
+                    del self._runs[run_id]
+            for run_id, path in paths.items():
+                run = self._runs.setdefault(run_id, ShownRun(run_id, RunFolder(path)))
+                if not run.line and time.monotonic() > until:
+                    complete = False
+                    continue
+                with suppress(OSError, PenstockError):  # removed or replaced during the look
+                    run.renew()
+            shown = [run.line for run in list(self._runs.values()) if run.line]
+        there = [
+            line for line in shown if _is_run(paths[line["id"]])
+        ]  # else removed during the look
+        there.sort(key=lambda line: -line["changed_at"])
+        return {"runs": there, "complete": complete}
+
+    def _paths(self) -> list[Path]:
+        """The run folders, the newest first. Links are not followed."""
+        if _is_run(self.folder):
+            return [self.folder]
+        with os.scandir(self.folder) as entries:
+            folders = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
+        times = {path: os.lstat(path).st_mtime for path in folders if _is_run(path)}
+        return sorted(times, key=lambda path: -times[path])
+
+
+def _is_run(path: Path) -> bool:
+    return any(os.path.lexists(path / name) for name in (CONFIG, JOURNAL))
+
+
+def _id(path: Path) -> str:
+    return hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
+
+
+def odd_file(folder: Path) -> str:
+    """A sentence about a link, pipe or device where a look would read; empty if there is none."""
+    paths = [(folder / name, stat.S_ISREG) for name in (*_FILES, *_MORE_FILES)]
+    paths += [(folder / name, stat.S_ISDIR) for name in _FOLDERS]
+    for path, is_right in paths:
+        try:
+            mode = os.lstat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if not is_right(mode):
+            what = "a link" if stat.S_ISLNK(mode) else "no plain file or folder"
+            return f"{path.relative_to(folder)} is {what}; the dashboard does not read this run"
+    for name in ("eval", "configs"):
+        for entry in os.scandir(folder / name) if (folder / name).is_dir() else ():
+            if not entry.is_file(follow_symlinks=False):
+                return f"{name}/{entry.name} is no plain file; the dashboard does not read this run"
+    return ""
+
+
+# -- what a view shows --------------------------------------------------------------------------
 
 
 def overview(folder: RunFolder) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a run shows to people and plots: the files of lines that it writes, and the trackers of its config.
 
-A tracker shows metrics and notes; its faults never stop a run. The files are metrics, notes, samples and the
+A tracker shows metrics and notes; its faults never stop a run. The package that a tracker needs is imported when
+the config names the tracker. The files are metrics, notes, samples and the
 timeline. The journal has the truth, so a full or failing disk under such a file does not stop the run. The first
 failure is told, lost lines are counted, and every later write tries again. A line is whole or absent.
 """
@@ -14,6 +15,7 @@ import math
 import os
 import shlex
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
@@ -22,6 +24,7 @@ from typing import Any
 
 from penstock.config import Config
 from penstock.config.plugins import load, python_object
+from penstock.errors import UserError
 from penstock.files import each_row, free_name, say, visible, write_whole
 from penstock.inspection.track import TRACKERS
 from penstock.types import Batch, Group, Rollout, expand_segments
@@ -117,10 +120,12 @@ class LineFile:
                 self._note(f"{self._path}: cannot write: {error.strerror}; the run continues")
             self._lost += len(lines)
         else:
-            if self._lost:
-                self.tell_loss()
+            self._tell_loss()
 
-    def tell_loss(self) -> None:
+    def close(self) -> None:
+        self._tell_loss()
+
+    def _tell_loss(self) -> None:
         """Tell how many lines are missing, if any are that were not told of."""
         if self._lost:
             self._note(f"{self._path}: {self._lost} lines could not be written")
@@ -139,18 +144,12 @@ class LineFile:
                 raise
 
 
-class JsonlTracker(Tracker):
+class JsonlTracker(LineFile, Tracker):
     """metrics.jsonl: one line per step; a resumed run restores lost lines. Evaluations have a file of their own."""
-
-    def __init__(self, path: Path, note: Note = print_note) -> None:
-        self._file = LineFile(path, note)
 
     def log_step(self, step: int, metrics: dict[str, float]) -> None:
         finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
-        self._file.append([json.dumps({"step": step, **finite})])
-
-    def close(self) -> None:
-        self._file.tell_loss()
+        self.append([json.dumps({"step": step, **finite})])
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
@@ -194,14 +193,11 @@ def restore_metrics(
         write_whole(path, map(line, range(1, last + 1)))
 
 
-class NoteLog(Tracker):
+class NoteLog(LineFile, Tracker):
     """logs/run.log: the lines that the user was told, with their times."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = LineFile(path)
-
     def note(self, text: str) -> None:
-        self._file.append([f"{time.strftime('%Y-%m-%d %H:%M:%S')} {visible(text)}"])
+        self.append([f"{time.strftime('%Y-%m-%d %H:%M:%S')} {visible(text)}"])
 
     def log_step(self, step: int, metrics: dict[str, float]) -> None:
         """Note what a person looks for when a step was slow: tail batches and pauses."""
@@ -210,9 +206,6 @@ class NoteLog(Tracker):
         for name, text in _EVENTS_IN_WORDS.items():
             for key in (key for key in metrics if key.endswith(f"/{name}") and metrics[key]):
                 self.note(f"step {step}: {key.removesuffix(f'/{name}')}: {metrics[key]:.0f} {text}")
-
-    def close(self) -> None:
-        self._file.tell_loss()
 
 
 _EVENTS_IN_WORDS = {
@@ -278,7 +271,7 @@ class Fanout:
                 self.note(f"tracker {name} failed and is off: {type(error).__name__}: {error}")
 
 
-class RolloutLog:
+class RolloutLog(LineFile):
     """rollouts.jsonl: the first groups of every n-th batch, for a person to read."""
 
     def __init__(
@@ -290,7 +283,7 @@ class RolloutLog:
         note: Note = print_note,
         system_prompts: Mapping[str, str] | None = None,
     ) -> None:
-        self._file = LineFile(path, note)
+        super().__init__(path, note)
         self._system_prompts = dict(system_prompts or {})  # of each task
         self._every_steps = every_steps
         self._num_groups = num_groups
@@ -298,7 +291,7 @@ class RolloutLog:
     def write(self, batch: Batch) -> None:
         if not self._every_steps or batch.step % self._every_steps:
             return
-        self._file.append(
+        self.append(
             [
                 json.dumps(
                     _sample(batch.step, group, rollout, self._messages(group)), ensure_ascii=False
@@ -314,9 +307,6 @@ class RolloutLog:
         if system and not any(message.get("role") == "system" for message in messages):
             messages.insert(0, {"role": "system", "content": system})
         return messages
-
-    def close(self) -> None:
-        self._file.tell_loss()
 
 
 def _sample(
@@ -340,20 +330,20 @@ def _sample(
     }
 
 
-class TimelineLog:
+class TimelineLog(LineFile):
     """timeline/events.jsonl: closed waits, which say which worker did what, from when to when.
 
     Times are seconds since the epoch, by the driver's clock. Events are written in batches. The first line of
     each session (a start or a resume of the run) marks when it began."""
 
     def __init__(self, folder: Path, waits: Waits, note: Note = print_note) -> None:
-        self._file = LineFile(folder / TIMELINE_FILE, note)
+        super().__init__(folder / TIMELINE_FILE, note)
         self._epoch = time.time() - waits.clock()
         self._lines: list[tuple[str, str, str, float, float]] = []
         self._rewards: list[float] = []  # seconds of each score of training since the last reading
         waits.on_close(self.add)
         now = self._epoch + waits.clock()
-        self._file.append([_event("run", SESSION, "", now, now)])
+        self.append([_event("run", SESSION, "", now, now)])
 
     def add(self, wait: OpenWait) -> None:
         assert wait.until is not None
@@ -372,11 +362,11 @@ class TimelineLog:
     def flush(self) -> None:
         lines, self._lines = self._lines, []
         if lines:
-            self._file.append([_event(*line) for line in lines])
+            self.append([_event(*line) for line in lines])
 
     def close(self) -> None:
         self.flush()
-        self._file.tell_loss()
+        super().close()
 
 
 def _event(lane: str, what: str, detail: str, start: float, end: float) -> str:
@@ -384,3 +374,77 @@ def _event(lane: str, what: str, detail: str, start: float, end: float) -> str:
     more = f', "detail": {quoted(detail)}' if detail else ""
     times = f'"start": {start:.6f}, "end": {end:.6f}'
     return f'{{"lane": {quoted(lane)}, "what": {quoted(what)}, {times}{more}}}'
+
+
+# -- trackers of other systems ------------------------------------------------------------------
+
+
+class TensorBoardTracker(Tracker):
+    """TensorBoard event files in RUN/tensorboard: every metric as a scalar."""
+
+    def __init__(self, info: RunInfo) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError(
+                "track.trackers: got 'tensorboard', which is not installed; "
+                "install it with: pip install 'penstock[tensorboard]'"
+            ) from None
+        self._writer = SummaryWriter(
+            str(info.folder / "tensorboard"), purge_step=info.first_step + 1
+        )
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def log_eval(self, step: int, metrics: dict[str, float]) -> None:
+        self.log_step(step, metrics)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker(Tracker):
+    """Sends every metric to one W&B run; WANDB_MODE=offline works without a network.
+
+    The run's id is kept in RUN/wandb-id, so that a resumed run continues the same W&B run."""
+
+    def __init__(self, info: RunInfo) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise UserError(
+                "track.trackers: got 'wandb', which is not installed; "
+                "install it with: pip install 'penstock[wandb]'"
+            ) from None
+        id_file = info.folder / "wandb-id"
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:12])
+        arguments = {
+            "project": os.environ.get("WANDB_PROJECT", "penstock"),
+            "name": info.name,
+            **info.config.track.wandb,
+            "id": id_file.read_text(),
+            "resume": "allow",
+            "dir": str(info.folder),
+            "config": info.config.model_dump(),
+        }
+        try:
+            self._run = wandb.init(**arguments)
+        except TypeError as error:
+            raise UserError(
+                f"track.wandb: got {info.config.track.wandb}, allowed: arguments of wandb.init ({error})"
+            ) from None
+        # An evaluation may end after the next step; W&B's own step only goes up.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log({**metrics, "step": step})
+
+    def log_eval(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log({**metrics, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()

@@ -11,14 +11,13 @@ import functools
 import glob
 import itertools
 import os
-import select
 import shutil
 import socket
 import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from penstock.files import ScratchFolder
 from penstock.reward.sandbox import inside
 from penstock.reward.sandbox.inside import namespaces, wire
 from penstock.reward.sandbox.inside.zygote import STRETCH
-from penstock.reward.sandbox.settings import SandboxSettings
+from penstock.reward.sandbox.settings import LEVELS, Level, SandboxSettings, job_limits
 
 START_TIMEOUT_S = 60.0
 REFEREE_TIMEOUT_S = 30.0  # its work is bounded: past it the machine, not the answer, is at fault
@@ -41,6 +40,7 @@ for name, path in ("penstock", ""), ("penstock.reward.sandbox", {folder!r}):
     sys.modules[name].__path__ = [path]
 from penstock.reward.sandbox.inside.factory import main
 main({descriptor})  # factory {number} of process {host}"""
+_FLAGS = ("-I", "-S", "-B", "-X", "utf8", "-c")  # of the interpreter
 _numbers = itertools.count(1)
 _SYSTEM_PATHS = (
     "/lib",
@@ -81,18 +81,9 @@ class SandboxLost(Exception):
     """The sandbox ended or hung in the middle of a job."""
 
 
-@dataclass(slots=True, frozen=True)
-class Library:
-    """What the interpreter reads: folders and files, those of them to hide, symbolic links."""
-
-    paths: tuple[str, ...]
-    hidden: tuple[str, ...]
-    links: tuple[tuple[str, str], ...]
-
-
 @functools.cache
-def library() -> Library:
-    """The standard library and the system's shared libraries, without installed packages."""
+def library() -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """The standard library and the system's shared libraries: paths, those to hide in them, links (path, target)."""
     base = {"platbase": sys.base_exec_prefix}  # not a virtual environment's
     candidates = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib", vars=base)}
     candidates.update(map(_narrowed, _SYSTEM_PATHS))
@@ -112,7 +103,7 @@ def library() -> Library:
         for folder in Path(path).glob(pattern.format(kind))
         if folder.is_dir() and not folder.is_symlink()
     ]
-    return Library(tuple(paths), tuple(hidden), links)
+    return tuple(paths), tuple(hidden), links
 
 
 def _narrowed(path: str) -> str:
@@ -128,30 +119,26 @@ def _mount_point(paths: Sequence[str]) -> str:
     raise SandboxError("no folder is free to mount a sandbox on")
 
 
-def bubblewrap_command(descriptor: int) -> list[str] | None:
-    """The command that runs the factory in bubblewrap; None if it is not installed."""
+def bubblewrap_command(descriptor: int) -> list[str]:
+    """The command that runs the factory in bubblewrap; SandboxError if it is not installed."""
     program = shutil.which("bwrap")
     if program is None:
-        return None
-    libraries = library()
+        raise SandboxError("bubblewrap is not installed")
+    paths, hidden, links = library()
     binary = os.path.realpath(sys.executable)
     command = [program, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     command += ["--unshare-cgroup-try", "--clearenv", "--cap-add", "ALL"]
     command += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", "/mnt"]
     loaders = glob.glob("/usr/lib/ld-linux*.so.*")
-    for path in (*libraries.paths, *loaders, binary, _INSIDE):
+    for path in (*paths, *loaders, binary, _INSIDE):
         command += ["--ro-bind", path, path]
-    for path in libraries.hidden:
+    for path in hidden:
         command += ["--tmpfs", path]
-    for path, target in libraries.links:
+    for path, target in links:
         command += ["--symlink", target, path]
     if os.geteuid() != 0:
         command.append("--unshare-user")
-    return [*command, "--", binary, *_interpreter_flags(), _bootstrap(descriptor)]
-
-
-def _interpreter_flags() -> list[str]:
-    return ["-I", "-S", "-B", "-X", "utf8", "-c"]
+    return [*command, "--", binary, *_FLAGS, _bootstrap(descriptor)]
 
 
 def _bootstrap(descriptor: int) -> str:
@@ -181,12 +168,9 @@ class SandboxFactory:
         os.chmod(self._folder, 0o555)  # the working folder where none can be mounted: read only
         self.plan = self._make_plan()
         with theirs:
-            command = [sys.executable, *_interpreter_flags(), _bootstrap(theirs.fileno())]
+            command = [sys.executable, *_FLAGS, _bootstrap(theirs.fileno())]
             if mode.bubblewrap:
-                wrapped = bubblewrap_command(theirs.fileno())
-                if wrapped is None:
-                    raise SandboxError("bubblewrap is not installed")
-                command = wrapped
+                command = bubblewrap_command(theirs.fileno())
             self._process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
@@ -207,15 +191,15 @@ class SandboxFactory:
             raise SandboxError(f"the sandbox does not start: {self._last_words()}") from None
 
     def _make_plan(self) -> namespaces.Plan:
-        libraries = library()
+        readable, hidden, links = library()
         settings = self._settings
         return namespaces.Plan(
             user_namespace=self.mode.user_namespace,
             namespaces=self.mode.namespaces,
-            readable=libraries.paths,
-            hidden=libraries.hidden,
-            links=libraries.links,
-            mount_on="/mnt" if self.mode.bubblewrap else _mount_point(libraries.paths),
+            readable=readable,
+            hidden=hidden,
+            links=links,
+            mount_on="/mnt" if self.mode.bubblewrap else _mount_point(readable),
             scratch_bytes=settings.scratch_mb << 20,
             scratch_files=settings.scratch_files,
             scratch="/mnt" if self.mode.bubblewrap else self._folder,
@@ -349,11 +333,6 @@ class Sandbox:
         return self._facts
 
     @property
-    def is_ready(self) -> bool:
-        """Whether `facts` needs no wait."""
-        return self._facts is not None or bool(select.select([self._link], [], [], 0)[0])
-
-    @property
     def renews(self) -> bool:
         """Whether every test finds a new scratch folder, so that the sandbox may run several."""
         return self._factory.plan.renewable or not self._factory.plan.namespaces
@@ -436,3 +415,146 @@ class Referee:
     def end(self) -> None:
         self._link.close()
         self._sandbox.end()
+
+
+# -- which isolation works on this machine ------------------------------------------------------
+
+
+_FULL_NAMESPACES = frozenset({"mnt", "pid", "net", "ipc"})
+
+
+@dataclass(slots=True, frozen=True)
+class Isolation:
+    """A mode that works on this machine, and the layers that it gives."""
+
+    mode: Mode
+    level: Level
+    layers: tuple[str, ...]
+
+
+ALL_LAYERS = (
+    "bubblewrap",
+    "user namespace",
+    "mount namespace",
+    "process namespace",
+    "network namespace",
+    "ipc namespace",
+    "seccomp",
+    "landlock",
+    "unprivileged user",
+    "resource limits",
+    "no new privileges",
+)
+_NAMES = {"user": "user", "mnt": "mount", "pid": "process", "net": "network", "ipc": "ipc"}
+
+
+def _candidates(bubblewrap: bool) -> Iterator[Mode]:
+    root = os.geteuid() == 0
+    for wrapped in (True, False) if bubblewrap else (False,):
+        yield Mode(bubblewrap=wrapped, namespaces=True, user_namespace=True)
+        if root:
+            yield Mode(bubblewrap=wrapped, namespaces=True, user_namespace=False)
+    if bubblewrap and not root:
+        yield Mode(bubblewrap=True, namespaces=False, user_namespace=False)
+    yield Mode(bubblewrap=False, namespaces=False, user_namespace=False)
+
+
+def _describe(mode: Mode, facts: dict[str, Any]) -> Isolation:
+    layers = ["bubblewrap"] if mode.bubblewrap else []
+    layers += [f"{word} namespace" for key, word in _NAMES.items() if key in facts["namespaces"]]
+    layers += ["seccomp"] if facts["arch"] is not None else []
+    layers += ["landlock"] if facts["landlock"] else []
+    own_user = facts["uid"] != os.geteuid() or "user" in facts["namespaces"]
+    layers += ["unprivileged user"] if facts["uid"] != 0 and own_user else []
+    layers += ["resource limits", "no new privileges"]
+    level: Level = "weak"
+    if "seccomp" in layers and facts["uid"] != 0:
+        if facts["namespaces"] and set(facts["namespaces"]) >= _FULL_NAMESPACES and own_user:
+            level = "full"
+        elif facts["landlock"]:
+            level = "filtered"
+    return Isolation(mode, level, tuple(layers))
+
+
+def try_mode(mode: Mode, settings: SandboxSettings) -> Isolation:
+    """The isolation that a mode gives here; raise SandboxError with what keeps it from working."""
+    factory = SandboxFactory(mode, settings)
+    try:
+        sandbox = factory.spawn()
+        isolation = _describe(mode, sandbox.facts)
+        limits = job_limits(settings, settings.timeout_s)
+        outcome = sandbox.run({"job": "program", "source": ""}, limits)
+        sandbox.end()
+    except SandboxLost:
+        raise SandboxError("the process of a sandbox ended") from None
+    finally:
+        factory.close()
+    if outcome.status != 0:
+        output = (outcome.report or outcome.stderr).decode(errors="replace")
+        raise SandboxError(f"an empty program failed: {output[:200].strip()}")
+    return isolation
+
+
+@functools.lru_cache(maxsize=4)
+def _best(bubblewrap: bool) -> tuple[Isolation | None, str]:
+    """The strongest isolation that works here, and why there is no stronger one."""
+    best: Isolation | None = None
+    reasons = {}
+    for mode in _candidates(bubblewrap):
+        try:
+            isolation = try_mode(mode, SandboxSettings())
+        except SandboxError as error:
+            reasons[mode] = str(error)
+            continue
+        if best is None or LEVELS.index(isolation.level) > LEVELS.index(best.level):
+            best = isolation
+        if best.level == "full":
+            break
+    return best, _why(best, reasons)
+
+
+_EXPLAINED = (
+    (
+        "clone",
+        "new namespaces are refused (a container's seccomp profile, or the sysctls "
+        "user.max_user_namespaces, kernel.unprivileged_userns_clone or "
+        "kernel.apparmor_restrict_unprivileged_userns)",
+    ),
+    ("prctl 22", "seccomp filters are refused"),
+    ("mount", "mounts in a new namespace are refused"),
+)
+
+
+def _why(best: Isolation | None, reasons: dict[Mode, str]) -> str:
+    """In one line what is missing for the level `full`; empty if nothing is."""
+    if best is not None and best.level == "full":
+        return ""
+    why = ["only one user id is mapped, root's"] if one_id_is_mapped() else []
+    for mode, reason in reasons.items():
+        if (mode.namespaces and not mode.bubblewrap) or best is None:
+            why.append(next((text for part, text in _EXPLAINED if part in reason), reason))
+    if best is not None and "landlock" not in best.layers:
+        why.append("the kernel offers no Landlock")
+    return "; ".join(dict.fromkeys(why))
+
+
+def find_isolation(settings: SandboxSettings) -> Isolation:
+    """The strongest isolation that works here; refuse one below the settings' minimum."""
+    isolation, reason = strongest(settings)
+    if LEVELS.index(isolation.level) < LEVELS.index(settings.minimum):
+        raise SandboxError(
+            f"sandbox: isolation here is {isolation.level!r} ({', '.join(isolation.layers)}), allowed: "
+            f"{settings.minimum!r} or stronger; missing: {reason}; "
+            f"the option minimum = {isolation.level!r} accepts what there is"
+        )
+    return isolation
+
+
+def strongest(settings: SandboxSettings) -> tuple[Isolation, str]:
+    """The strongest isolation here and why it is no stronger; raise SandboxError if none works."""
+    best, reason = _best(settings.bubblewrap == "auto" and shutil.which("bwrap") is not None)
+    if best is None:
+        raise SandboxError(
+            f"sandbox: code is refused, no level of isolation can be had here: {reason}"
+        )
+    return best, reason

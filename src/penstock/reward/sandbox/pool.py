@@ -14,8 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from penstock.errors import SandboxError
-from penstock.reward.sandbox.host import Mode, Referee, Sandbox, SandboxFactory
-from penstock.reward.sandbox.layers import Isolation, find_isolation
+from penstock.reward.sandbox.host import (
+    Isolation,
+    Mode,
+    Referee,
+    Sandbox,
+    SandboxFactory,
+    find_isolation,
+)
 from penstock.reward.sandbox.settings import SandboxSettings, job_limits
 
 REFEREE_LIFE_S = 1e6
@@ -105,7 +111,8 @@ class SandboxPool:
     def _take(self) -> Sandbox:
         for _ in range(2):  # a warm one may have died with its factory
             factory = self._start()
-            sandbox = self._warm_one()
+            with self._lock:  # the one that was begun first is ready first
+                sandbox = self._warm.popleft() if self._warm else None
             try:
                 sandbox = sandbox or factory.spawn()
                 assert sandbox.facts
@@ -114,15 +121,6 @@ class SandboxPool:
                 if factory.alive:
                     raise  # else `_start` replaces it
         raise SandboxError("sandbox: the factory ended twice in a row")
-
-    def _warm_one(self) -> Sandbox | None:
-        """A sandbox that is set up, or else the one that was begun first."""
-        with self._lock:
-            if not self._warm:
-                return None
-            sandbox = next((warm for warm in self._warm if warm.is_ready), self._warm[0])
-            self._warm.remove(sandbox)
-            return sandbox
 
     def _start(self) -> SandboxFactory:
         mode = self.isolation.mode

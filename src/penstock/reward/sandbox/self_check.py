@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.reward.sandbox.layers import ALL_LAYERS, Isolation, strongest
+from penstock.reward.sandbox.host import ALL_LAYERS, Isolation, strongest
 from penstock.reward.sandbox.pool import SandboxPool
 from penstock.reward.sandbox.settings import LEVELS, Level, SandboxSettings, job_limits
 from penstock.reward.sandbox.verify import verify

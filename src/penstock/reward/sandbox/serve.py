@@ -5,7 +5,8 @@
     GET  /healthz
 
 At most `workers` submissions of a client run (of all clients, up to three times as many) and `queue_size` wait;
-more get a 429. Clients take turns (`turns.py`); what a connection may hold is bounded by `serving.py`.
+more get a 429. Clients take turns, fair by the processor time that their submissions have used; what a
+connection may hold is bounded by `serving.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import gc
 import hmac
 import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -37,7 +41,6 @@ from penstock.reward.sandbox.settings import (
     TOKEN_VARIABLE,
     SandboxSettings,
 )
-from penstock.reward.sandbox.turns import SHARES, Turns
 from penstock.reward.sandbox.verify import verify
 from penstock.serving import (
     AppServer,
@@ -138,7 +141,7 @@ class VerificationService:
         if request.method != "POST":
             raise HTTPException(405, "method: allowed: POST")
         self._check_sender(request)
-        with self._admitted(client, 1), self._memory(client, self._size(request)):
+        with self._turns.places(client, 1), self._memory(client, self._size(request)):
             data = await read_body(
                 request,
                 most_bytes=self.settings.max_body_mb << 20,
@@ -150,7 +153,7 @@ class VerificationService:
             if len(items) > self.settings.max_batch:
                 allowed = self.settings.max_batch
                 raise HTTPException(413, f"items: got {len(items)}, allowed: up to {allowed}")
-            with self._admitted(client, len(items) - 1):
+            with self._turns.places(client, len(items) - 1):
                 checks = (self._check_item(request, item) for item in items)
                 return json_response({"items": await asyncio.gather(*checks)})
 
@@ -161,18 +164,6 @@ class VerificationService:
                 raise HTTPException(401, "authorization: allowed: the server's bearer token")
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise HTTPException(415, "content-type: allowed: application/json")
-
-    @contextlib.contextmanager
-    def _admitted(self, client: str, count: int) -> Iterator[None]:
-        """Hold places for `count` submissions, or refuse them all."""
-        room = self._turns.room(client)
-        if count > room:
-            raise HTTPException(429, f"the queue is full: got {count}, allowed: {room} now")
-        self._turns.admit(client, count)
-        try:
-            yield
-        finally:
-            self._turns.dismiss(client, count)
 
     def _size(self, request: Request) -> int:
         """The size that the body will have."""
@@ -314,3 +305,111 @@ def serve(
 
     with listening:
         asyncio.run(main())
+
+
+# -- whose submission runs next -----------------------------------------------------------------
+
+
+REMEMBERED_S = 60.0  # a client takes part until so long after its last submission
+SHARES = 3  # clients that can have all their submissions running at once
+START_S = 0.02  # processor time of the start and end of a sandbox
+
+
+@dataclass(slots=True)
+class _Client:
+    used_s: float  # processor time of its submissions
+    seen: float = 0.0  # when it last came
+    admitted: int = 0
+    running: int = 0
+    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
+
+
+class Turns:
+    """Gives out turns to run a submission, one client after the other."""
+
+    def __init__(self, workers: int, places: int) -> None:
+        self._workers, self._places = workers, places
+        self._clients: dict[str, _Client] = {}  # by their addresses
+        self._closed = False
+
+    @property
+    def admitted(self) -> int:
+        """How many submissions run or wait."""
+        return sum(client.admitted for client in self._clients.values())
+
+    def _client(self, address: str) -> _Client:
+        """A client, which takes part from now on; those that no longer do are forgotten."""
+        now = time.monotonic()
+        self._clients = {
+            name: client
+            for name, client in self._clients.items()
+            if client.admitted or client.running or now - client.seen <= REMEMBERED_S
+        }
+        least = min((client.used_s for client in self._clients.values()), default=0.0)
+        client = self._clients.setdefault(address, _Client(least))  # no credit for time away
+        client.seen = now
+        return client
+
+    def room(self, address: str) -> int:
+        """How many more submissions this client may hand in now."""
+        free = self._places - self._client(address).admitted
+        if len(self._clients) > 1:
+            free -= self._places // 2
+        return max(0, min(free, self._places - self.admitted))
+
+    @contextlib.contextmanager
+    def places(self, address: str, count: int) -> Iterator[None]:
+        """Hold places for `count` submissions, or refuse them all."""
+        room, client = self.room(address), self._client(address)
+        if count > room:
+            raise HTTPException(429, f"the queue is full: got {count}, allowed: {room} now")
+        client.admitted += count
+        try:
+            yield
+        finally:
+            client.admitted -= count
+
+    @contextlib.asynccontextmanager
+    async def turn(self, address: str) -> AsyncIterator[None]:
+        """Wait for this client's turn, and hold it; SandboxError if the server closes meanwhile."""
+        client, turn = self._client(address), asyncio.get_running_loop().create_future()
+        client.waiting.append(turn)
+        self._wake()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._free(client, 0.0)
+            raise
+        try:
+            if self._closed:
+                raise SandboxError("sandbox: the server is closing")
+            yield
+        finally:
+            self._free(client, START_S)
+
+    def charge(self, address: str, used_s: float) -> None:
+        """Add processor time that a submission of this client has used."""
+        self._client(address).used_s += used_s
+
+    def _free(self, client: _Client, used_s: float) -> None:
+        client.running -= 1
+        client.used_s += used_s
+        self._wake()
+
+    def _wake(self) -> None:
+        """Give free workers to the clients that have used least."""
+        clients = self._clients.values()
+        while sum(c.running for c in clients) < self._workers * min(SHARES, len(clients)):
+            ready = [c for c in clients if c.waiting and c.running < self._workers]
+            if not ready:
+                return
+            client = min(ready, key=lambda c: (c.running, c.used_s))
+            turn = client.waiting.popleft()
+            if not turn.done():
+                client.running += 1
+                turn.set_result(None)
+
+    def close(self) -> None:
+        """Let every later turn raise SandboxError."""
+        self._closed = True

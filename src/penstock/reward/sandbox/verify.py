@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.errors import RewardError, SandboxError
 from penstock.reward.sandbox.host import Outcome, Sandbox, SandboxLost
-from penstock.reward.sandbox.inside import names, wire
+from penstock.reward.sandbox.inside import child, wire
 from penstock.reward.sandbox.inside.judging import COMPILE_ERROR, ERROR
 from penstock.reward.sandbox.inside.judging import PASS as PASS
 from penstock.reward.sandbox.pool import SandboxPool
@@ -65,52 +65,43 @@ def verify(
         test_s = min(test_s, pool.settings.submission_timeout_s)
         return _verify_asserts(pool, tests, source, test_s, max_tests)
     check_number(len(tests.inputs), max_tests)
-    return _PairsRun(pool, tests, source, test_s, stop_at_failure).verdict()
+    run, lost = _PairsRun(pool, tests, source, test_s, stop_at_failure), 0
+    while len(run.verdict.result) < len(tests.inputs):
+        with pool.sandbox() as sandbox:
+            try:
+                run.go_on(sandbox)
+                lost = 0
+            except SandboxLost:  # it is replaced once for a test
+                lost += 1
+                if lost == ATTEMPTS:
+                    words = f"a sandbox was lost {lost} times under one test"
+                    raise SandboxError(words) from None
+    return run.verdict
 
 
 class _PairsRun:
     """One run of a solution against pairs of input and output, in one sandbox after the other."""
 
     def __init__(
-        self,
-        pool: SandboxPool,
-        tests: StdioTests | CallTests,
-        source: str,
-        test_s: float,
-        stop_at_failure: bool,
+        self, pool: SandboxPool, tests: PairTests, source: str, test_s: float, stop_at_failure: bool
     ) -> None:
         self._pool, self._tests, self._source, self._test_s = pool, tests, source, test_s
         self._stop_at_failure = stop_at_failure
         # only time in a sandbox counts, never the host's own delay
         self._left_s = pool.settings.submission_timeout_s
-        self._verdict, self._total = Verdict(), len(tests.inputs)
+        self.verdict, self._total = Verdict(), len(tests.inputs)
 
-    def verdict(self) -> Verdict:
-        """Run every test that is to be run; a lost sandbox is replaced once for a test."""
-        lost = 0
-        while len(self._verdict.result) < self._total:
-            with self._pool.sandbox() as sandbox:
-                try:
-                    self._run_in(sandbox)
-                    lost = 0
-                except SandboxLost:
-                    lost += 1
-                    if lost == ATTEMPTS:
-                        words = f"a sandbox was lost {lost} times under one test"
-                        raise SandboxError(words) from None
-        return self._verdict
-
-    def _run_in(self, sandbox: Sandbox) -> None:
+    def go_on(self, sandbox: Sandbox) -> None:
         """Run the remaining tests, or one where the sandbox cannot be made like new."""
         starved = False
-        while (index := len(self._verdict.result)) < self._total:
+        while (index := len(self.verdict.result)) < self._total:
             limit_s = max(0.0, min(self._test_s, self._left_s))
             if limit_s == 0:
                 self._fill(ERROR, "not run: the submission's time limit has passed")
                 return
             limits = job_limits(self._pool.settings, limit_s, steps_back=not starved)
-            outcome = sandbox.run(_job(self._tests, index, self._source), limits)
-            self._verdict.cpu_s += outcome.cpu_s
+            outcome = sandbox.run(self._tests.job(index, self._source), limits)
+            self.verdict.cpu_s += outcome.cpu_s
             starved = was_starved(outcome, limit_s)
             if not starved:
                 self._left_s -= outcome.cpu_s if outcome.stepped_back else outcome.wall_s
@@ -122,47 +113,26 @@ class _PairsRun:
 
     def _judge(self, index: int, outcome: Outcome, limit_s: float) -> None:
         """Add the code of a test, and of those that it makes needless."""
-        code, note = _judge(self._pool, self._tests, index, outcome, limit_s)
+        request = self._tests.question(index) | {"outcome": _ending(outcome, limit_s)}
+        blobs = [outcome.stdout, outcome.stderr[-1000:], outcome.report]
+        reply = _ask(self._pool, request, blobs)
+        code, note = int(reply["code"]), str(reply["note"])
         if code == COMPILE_ERROR:
             self._fill(COMPILE_ERROR, note)
             return
-        self._verdict.add(code, note, wall_s=round(outcome.wall_s, 4))
+        self.verdict.add(code, note, wall_s=round(outcome.wall_s, 4))
         if self._stop_at_failure and code != PASS:
             self._fill(ERROR, "not run: an earlier test failed")
 
     def _fill(self, code: int, note: str) -> None:
-        while len(self._verdict.result) < self._total:
-            self._verdict.add(code, note)
+        while len(self.verdict.result) < self._total:
+            self.verdict.add(code, note)
 
 
 def was_starved(outcome: Outcome, limit_s: float) -> bool:
     """Whether a test that had stepped back was stopped before it had its processor time."""
     waited = outcome.stepped_back and not outcome.slept
     return outcome.stopped == "wall" and waited and outcome.cpu_s < 0.95 * limit_s
-
-
-def _job(tests: StdioTests | CallTests, index: int, source: str) -> dict[str, Any]:
-    if isinstance(tests, StdioTests):
-        return {"job": "program", "source": source, "stdin": tests.inputs[index]}
-    arguments = wire.encode(tests.inputs[index])
-    return {"job": "call", "source": source, "function": tests.function, "args": arguments}
-
-
-def _judge(
-    pool: SandboxPool,
-    tests: StdioTests | CallTests,
-    index: int,
-    outcome: Outcome,
-    limit_s: float,
-) -> tuple[int, str]:
-    stdio, expected = isinstance(tests, StdioTests), tests.outputs[index]
-    request = {
-        "form": "stdio" if stdio else "call",
-        "expected": expected if stdio else wire.encode(expected),
-        "outcome": _ending(outcome, limit_s),
-    }
-    reply = _ask(pool, request, [outcome.stdout, outcome.stderr[-1000:], outcome.report])
-    return int(reply["code"]), str(reply["note"])
 
 
 def _ending(outcome: Outcome, limit_s: float) -> dict[str, Any]:
@@ -251,20 +221,25 @@ _FORMS = "{inputs, outputs}, {inputs, outputs, fn_name}, {asserts: source} or {c
 
 
 @dataclass(slots=True, frozen=True)
-class StdioTests:
-    """Text on stdin, text expected on stdout."""
+class PairTests:
+    """Text on stdin and on stdout, or arguments and value of a function: what is given and what is expected."""
 
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
-@dataclass(slots=True, frozen=True)
-class CallTests:
-    """Arguments of a function, value expected from it."""
-
-    function: str
-    inputs: tuple[list[Any], ...]
+    inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
+    function: str = ""  # empty: the whole program runs
+
+    def job(self, index: int, source: str) -> dict[str, Any]:
+        """What a sandbox is to run for one test."""
+        if not self.function:
+            return {"job": "program", "source": source, "stdin": self.inputs[index]}
+        arguments = wire.encode(self.inputs[index])
+        return {"job": "call", "source": source, "function": self.function, "args": arguments}
+
+    def question(self, index: int) -> dict[str, Any]:
+        """What the referee is to compare the outcome with."""
+        if not self.function:
+            return {"form": "stdio", "expected": self.outputs[index]}
+        return {"form": "call", "expected": wire.encode(self.outputs[index])}
 
 
 @dataclass(slots=True, frozen=True)
@@ -277,10 +252,9 @@ class AssertTests:
     calls_check: bool = False  # with the first of the names
 
 
-Tests = StdioTests | CallTests | AssertTests
-
-
-def read_tests(test_cases: Mapping[str, Any] | None, *, parse: bool = True) -> Tests:
+def read_tests(
+    test_cases: Mapping[str, Any] | None, *, parse: bool = True
+) -> PairTests | AssertTests:
     """The test cases of a prompt or request; raise a RewardError that says what is wrong.
 
     Without `parse`, Python source is left to the judge, which can be killed while it reads it.
@@ -309,13 +283,13 @@ def _read_asserts(test_cases: Mapping[str, Any], form: str, parse: bool) -> Asse
     )
     if parse:
         try:
-            names.read_tests(tests.source, tests.prelude, tests.names, imports=False)
-        except names.BrokenTests as error:
+            child.read_tests(tests.source, tests.prelude, tests.names, imports=False)
+        except child.BrokenTests as error:
             raise RewardError(f"test_cases: the tests are {error}") from None
     return tests
 
 
-def _read_pairs(test_cases: Mapping[str, Any]) -> Tests:
+def _read_pairs(test_cases: Mapping[str, Any]) -> PairTests:
     inputs, outputs = test_cases.get("inputs"), test_cases.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise RewardError(f"test_cases: got the keys {sorted(test_cases)}, allowed: {_FORMS}")
@@ -326,13 +300,13 @@ def _read_pairs(test_cases: Mapping[str, Any]) -> Tests:
         )
     name = test_cases.get("fn_name")
     if not name:
-        return StdioTests(tuple(map(_as_text, inputs)), tuple(map(_as_text, outputs)))
+        return PairTests(tuple(map(_as_text, inputs)), tuple(map(_as_text, outputs)))
     if not isinstance(name, str):
         raise RewardError(f"test_cases: fn_name got {_short(name)}, allowed: a function's name")
     pairs = [
         _call_pair(arguments, expected) for arguments, expected in zip(inputs, outputs, strict=True)
     ]
-    return CallTests(name, tuple(args for args, _ in pairs), tuple(value for _, value in pairs))
+    return PairTests(tuple(args for args, _ in pairs), tuple(value for _, value in pairs), name)
 
 
 def _call_pair(arguments: Any, expected: Any) -> tuple[list[Any], Any]:

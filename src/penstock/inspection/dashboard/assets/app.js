@@ -103,40 +103,34 @@ function drawSoon() {
   drawing = requestAnimationFrame(drawList);
 }
 
-function take(change) {
-  if (change.complete) state.complete = true;
-  else if (change.gone) state.lines.delete(change.gone);
-  else if (change.error) showProblem(change.error);
-  else {
-    const before = state.lines.get(change.id);
-    state.lines.set(change.id, change);
-    if (change.id === state.open && before) renewHead(change);
-    const compared = location.hash.startsWith("#/compare/") && state.chosen.includes(change.id);
-    if ((change.id === state.open || compared) && current) current.update();
-  }
+// Take the list as it is now; draw again what has changed.
+function take({ runs, complete }) {
+  const before = state.lines;
+  const waited = !current;
+  setLive("live");
+  state.lines = new Map(runs.map((line) => [line.id, line]));
+  const text = (lines, id) => JSON.stringify(lines.get(id));
+  const ids = [...new Set([...before.keys(), ...state.lines.keys()])];
+  const changed = ids.filter((id) => text(before, id) !== text(state.lines, id));
+  if (!changed.length && complete === state.complete) return;
+  state.complete = complete;
+  changed.filter((id) => before.has(id) && state.lines.has(id)).forEach(renew);
+  drawSoon();
+  if (waited && !document.querySelector("#page .group")) route();
+  document.documentElement.dataset.ready = complete ? "yes" : "no";
 }
 
-function renewHead(line) {
+function renew(id) {
   const head = document.querySelector(".run-head");
-  if (head) head.replaceWith(runHead(line));
+  if (id === state.open && head) head.replaceWith(runHead(state.lines.get(id)));
+  const compared = location.hash.startsWith("#/compare/") && state.chosen.includes(id);
+  if ((id === state.open || compared) && current) current.update();
 }
 
-function listen() {
-  const source = new EventSource("/events");
-  source.addEventListener("open", () => setLive("live"));
-  source.addEventListener("error", () => setLive("lost"));
-  source.addEventListener("runs", (event) => {
-    state.lines = new Map(JSON.parse(event.data).map((line) => [line.id, line]));
-    if (state.lines.size) route();
-    else drawSoon();
-  });
-  source.addEventListener("changes", (event) => {
-    const waited = !current;
-    JSON.parse(event.data).forEach(take);
-    drawSoon();
-    if (waited && !document.querySelector("#page .group")) route();
-    document.documentElement.dataset.ready = state.complete ? "yes" : "no";
-  });
+async function look() {
+  const found = await read("/api/runs");
+  if (found) take(found);
+  setTimeout(look, 1000);
 }
 
 // -- keys ---------------------------------------------------------------------------------------
@@ -216,7 +210,7 @@ function start() {
   if (saved) showSaved();
   else {
     setLive("connecting");
-    listen();
+    look();
   }
 }
 

@@ -18,14 +18,15 @@ import json
 import os
 import resource
 import signal
+import symtable
 import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from penstock.reward.sandbox.inside import judging, kernel, names, remote, seccomp, wire
+from penstock.reward.sandbox.inside import judging, kernel, remote, seccomp, wire
 from penstock.reward.sandbox.inside.wire import Closed, Pipe
 
 REPORT, LINK = 3, 4  # descriptors of the report pipe and of the link to the other sandbox
@@ -192,7 +193,7 @@ class _Tests:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._timeout_s, self._entry_point = job["timeout_s"], job.get("entry_point")
-        self._read = names.read_tests(job["source"], job["prelude"], job["names"], imports=True)
+        self._read = read_tests(job["source"], job["prelude"], job["names"], imports=True)
         self._connection = remote.Connection(Pipe(LINK, remote.MAX_REPLY_BYTES))
         self._namespace: dict[str, Any] = {}
         asserts = sum(isinstance(node, ast.Assert) for node in self._read.tree.body)
@@ -276,7 +277,7 @@ def _tests(job: dict[str, Any]) -> int:
     _open_standard_streams()
     try:
         tests = _Tests(job)
-    except (names.BrokenTests, ImportError) as error:
+    except (BrokenTests, ImportError) as error:
         _report({"broken": str(error)[:400]})
         return 0
     _report({"count": tests.count})
@@ -318,3 +319,78 @@ _JOBS: dict[str, Callable[[dict[str, Any]], int]] = {
     "tests": _tests,
     "referee": _referee,
 }
+
+
+# -- which names of assert-style tests come from the solution -----------------------------------
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+class BrokenTests(Exception):
+    """Tests that are no Python, or use names that neither they nor the solution are to define."""
+
+
+class TestsRead(NamedTuple):
+    """Tests behind their prelude, and where the names come from that they do not define."""
+
+    tree: ast.Module
+    solution: list[str]
+    modules: list[str]  # of the standard library
+
+
+def read_tests(source: str, prelude: str, names: Sequence[str], *, imports: bool) -> TestsRead:
+    """Read tests; from the solution come `names`, or the only name that nobody defines.
+
+    Without `imports` nothing is imported, and the names of tests with `import *` are not looked at.
+    """
+    try:
+        body, helpers = ast.parse(source, "<tests>").body, ast.parse(prelude, "<prelude>").body
+        free = _free_names([source, prelude])
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise BrokenTests(f"not valid Python: {str(error)[:300]}") from None
+    if not body:
+        raise BrokenTests("empty, allowed: at least one test")
+    helpers = [n for n in helpers if not (isinstance(n, _DEFINITIONS) and n.name in names)]
+    tree = ast.Module([*helpers, *body], [])
+    stars = [
+        node.module or ""
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+    ]
+    if stars and not imports:
+        return TestsRead(tree, list(names), [])
+    for module in stars:
+        free -= vars(importlib.import_module(module)).keys()
+    solution = _names_under_test(free, names)
+    return TestsRead(tree, solution, sorted(free & sys.stdlib_module_names - {*solution}))
+
+
+def _names_under_test(free: set[str], names: Sequence[str]) -> list[str]:
+    unknown = sorted(free - {*names} - sys.stdlib_module_names)
+    if not names and len(free) == 1:
+        return list(free)
+    if unknown and (names or len(unknown) > 1):
+        entry_point = json.dumps([*names, *unknown])
+        raise BrokenTests(
+            f"not complete: they use {', '.join(unknown)} without a definition, allowed: "
+            f'"entry_point": {entry_point} if the solution defines them, else "prelude": SOURCE'
+        )
+    return list(names) or unknown
+
+
+def _free_names(sources: Sequence[str]) -> set[str]:
+    """The global names that the sources use and none of them defines."""
+    used, bound = set[str](), set(dir(builtins))
+    tables = [symtable.symtable(source, "<tests>", "exec") for source in sources]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if not symbol.is_global():
+                continue
+            if symbol.is_referenced():
+                used.add(symbol.get_name())
+            if symbol.is_assigned() or symbol.is_imported():
+                bound.add(symbol.get_name())
+    return {name for name in used - bound if not name.startswith("__")}
