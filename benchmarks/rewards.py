@@ -17,7 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from penstock.reward.equality import decide
-from penstock.reward.math_pool import MathPool, compare
+from penstock.reward.math_answer import MathPool, compare
 from penstock.reward.sandbox.pool import SandboxPool
 from penstock.reward.sandbox.settings import SandboxSettings
 from penstock.reward.sandbox.verify import verify

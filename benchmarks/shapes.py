@@ -104,6 +104,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "tie_word_embeddings": True,
     },
+    "qwen2.5-1.5b": {
+        **_QWEN,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+    },
+    "qwen2.5-3b": {
+        **_QWEN,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+    },
     "qwen2.5-7b-lora": {
         "model_type": "qwen2",
         "vocab_size": 152064,
@@ -115,6 +129,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+SHAPES["qwen2.5-7b"] = SHAPES["qwen2.5-7b-lora"]
 SETTINGS = {"qwen2.5-7b-lora": ["model.lora.rank=32"]}  # further config keys of a model
 
 

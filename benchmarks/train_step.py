@@ -1,12 +1,17 @@
 """One update: packed and chunked (Penstock) against padded full logits (plain transformers).
 
     python benchmarks/train_step.py [--shape small|qwen0.5b] [--lengths 64,256,1024]
+    python benchmarks/train_step.py --case tree:32 [--trees 1]
 
 Prints time, tokens/s and peak memory of forward + backward + AdamW at each length, and MFU on a GPU.
 Both sides train the same sequences on a model with random weights: `uniform` rows have between a quarter
 and all of the given length, `equal` rows all have that length, so packing gains nothing. Padding does not
 count as tokens. MFU is (6 x parameters x tokens + causal attention) over the rate of a large bf16 matrix
 product on the same GPU. The digest of the weights, which a training step also computes, is timed apart.
+
+A `tree` is a rollout of an agent that branches in two at each of eight turns, with so many tokens a turn, half
+of them sampled: 256 rows that share their beginnings. `separate` trains the same rows with other tokens, so
+that no two begin alike. Both count the tokens of all rows.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ import torch
 from penstock.config import Config
 from penstock.model import packed_attention
 from penstock.training.consumer import Consumer
-from penstock.types import Batch, Group, Prompt, Rollout, Score, Status, VersionSegment
+from penstock.types import Batch, Group, Prompt, Rollout, Row, Score, Status, VersionSegment
 
 PROMPT = 1  # tokens; nearly every token is trained, as on the padded side
 GROUP = 8
@@ -90,6 +95,58 @@ def make_batch(lengths: np.ndarray, vocabulary: int, step: int) -> Batch:
     return Batch(step=step, groups=tuple(groups))
 
 
+DEPTH = 8  # turns of a tree that branches in two at each
+
+
+def tree_rollout(
+    name: str, turn: int, draw: np.random.Generator, alike: bool, vocabulary: int
+) -> Rollout:
+    """One tree of calls; a sampled token is trained in the first row that has it."""
+    rows: list[Row] = []
+    response: list[np.ndarray] = []
+    trained: list[bool] = []
+
+    def tokens(count: int) -> np.ndarray:
+        return draw.integers(1, vocabulary, count).astype(np.int32)
+
+    def grow(context: np.ndarray, new: int, level: int) -> None:
+        """`new`: turns at the end of `context` that no row has trained."""
+        if level == DEPTH:
+            path = context if alike else tokens(len(context))
+            length = new * turn - turn // 2  # the first turn's observation is the row's prompt
+            rows.append(Row(path[:-length], length))
+            response.append(path[-length:])
+            observed = np.arange(len(path))[-length:] % turn < turn // 2
+            trained.extend((~observed).tolist())
+            return
+        for branch in range(2):
+            grow(np.concatenate([context, tokens(turn)]), new + 1 if branch == 0 else 1, level + 1)
+
+    grow(np.zeros(0, np.int32), 0, 0)
+    ids = np.concatenate(response)
+    return Rollout(
+        rollout_id=name,
+        prompt_ids=rows[0].prompt_ids,
+        seed=0,
+        response_ids=ids,
+        logprobs=np.full(len(ids), -np.log(vocabulary), dtype=np.float32),
+        loss_mask=np.array(trained),
+        segments=(VersionSegment(0, len(ids)),),
+        rows=tuple(rows),
+        status=Status.COMPLETED,
+        finish_reason="stop",
+        score=Score(float(int(name[-1]) % 2)),
+    )
+
+
+def tree_batch(turn: int, trees: int, vocabulary: int, step: int, *, alike: bool) -> Batch:
+    draw = np.random.default_rng(step)
+    rollouts = [tree_rollout(f"0.{n}", turn, draw, alike, vocabulary) for n in range(trees)]
+    prompt = Prompt("random:0", (), rollouts[0].prompt_ids)
+    group = Group(group_id="train:0", task="train", cursor=0, prompt=prompt, rollouts=rollouts)
+    return Batch(step=step, groups=(group,))
+
+
 def num_flops(model: Any, lengths: np.ndarray) -> float:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     config = model.config
@@ -99,17 +156,18 @@ def num_flops(model: Any, lengths: np.ndarray) -> float:
 
 
 def timed(step: Any, repeats: int, device: str) -> tuple[float, float]:
-    """Return (median seconds, peak GiB) of `step(number)` after two warm-ups."""
+    """Return (median seconds, peak GiB) of `step(number)` after two warm-ups; on a CPU seconds of the processor."""
     seconds = []
+    clock = time.perf_counter if device == "cuda" else time.process_time
     for number in range(repeats + 2):
         if device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
+        started = clock()
         step(number + 1)
         if device == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(clock() - started)
     if device == "cuda":
         peak = torch.cuda.max_memory_allocated() / 2**30
     else:
@@ -126,9 +184,15 @@ def penstock_update(args: argparse.Namespace, lengths: np.ndarray, device: str) 
         "threads": args.threads,
     }
     consumer = Consumer(Config.model_validate({"train": train}), model, total_steps=100)
-    batches = {
-        n: make_batch(lengths, model.config.vocab_size, n) for n in range(1, args.repeats + 3)
-    }
+    kind, length = args.case.split(":")
+
+    def batch(step: int) -> Batch:
+        if kind != "tree":
+            return make_batch(lengths, model.config.vocab_size, step)
+        alike = args.side == "penstock"
+        return tree_batch(int(length), args.trees, model.config.vocab_size, step, alike=alike)
+
+    batches = {n: batch(n) for n in range(1, args.repeats + 3)}
     seconds, peak = timed(
         lambda number: consumer.train_batch(batches[number]), args.repeats, device
     )
@@ -143,7 +207,6 @@ def penstock_update(args: argparse.Namespace, lengths: np.ndarray, device: str) 
 def padded_update(args: argparse.Namespace, lengths: np.ndarray, device: str) -> Figure:
     """Train with plain transformers: padded rows, a mask, full logits, AdamW in the model's dtype."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    torch.set_num_threads(args.threads)
     model = make_model(args.shape, dtype, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     longest = int(lengths.max())
@@ -192,9 +255,12 @@ def product_rate() -> float:
 def one_case(args: argparse.Namespace) -> None:
     """Measure one side at one length in this process; print one line for the table."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(args.threads)
     kind, length = args.case.split(":")
     lengths = make_lengths(kind, int(length), args.tokens)
-    run = penstock_update if args.side == "penstock" else padded_update
+    if kind == "tree":
+        lengths = np.full(args.trees << DEPTH, DEPTH * int(length))
+    run = padded_update if args.side == "padded" else penstock_update
     try:
         figure = run(args, lengths, device)
     except torch.OutOfMemoryError:
@@ -221,8 +287,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5 if gpu else 2)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--side", choices=["penstock", "padded", "both"], default="both")
-    parser.add_argument("--case", default="", help="KIND:LENGTH; empty: all")
+    parser.add_argument(
+        "--side", choices=["penstock", "padded", "separate", "both"], default="both"
+    )
+    parser.add_argument("--case", default="", help="KIND:LENGTH; empty: all but tree")
+    parser.add_argument("--trees", type=int, default=2)
     args = parser.parse_args()
     if args.case and args.side != "both":
         one_case(args)
@@ -232,9 +301,11 @@ def main() -> None:
     cases = (
         [args.case] if args.case else [f"equal:{lengths[0]}"] + [f"uniform:{n}" for n in lengths]
     )
-    sides = ["penstock", "padded"] if args.side == "both" else [args.side]
     for case in cases:
-        for side in sides:  # one process each, so that peak memory is its own
+        sides = ["penstock", "separate" if case.startswith("tree") else "padded"]
+        for side in (
+            sides if args.side == "both" else [args.side]
+        ):  # one process each, so that peak memory is its own
             command = [sys.executable, __file__, *sys.argv[1:], "--case", case, "--side", side]
             done = subprocess.run(command, check=False, capture_output=True, text=True)
             rows = [line[4:] for line in done.stdout.splitlines() if line.startswith("ROW ")]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from penstock.config.foreign_words import rows
+from penstock.config.mistakes import rows
 from penstock.config.source import toml_value
 from penstock.convert.tables import DEFAULTS
 

@@ -389,7 +389,7 @@ def test_a_function_is_an_agent_and_its_prompt_is_shown_with_its_tools() -> None
     (sample,) = run.samples(limit=1)
     assert "<tools>" in sample["rendered_prompt"]
     with pytest.raises(UserError, match=r"penstock.resume\(RUN, agent=FUNCTION\)"):
-        penstock.resume(run, settings={"train.steps": 2})
+        penstock.resume(run.path, settings={"train.steps": 2})
     later = penstock.resume(run, agent=play, settings={"train.steps": 2})
     assert len(later.metrics) == 2
 
@@ -440,8 +440,9 @@ def test_a_run_keeps_its_best_checkpoint_and_ends_early(
     later = penstock.resume(run, reward=reward, settings={"train.stop_when": [], "train.steps": 4})
     assert len(later.metrics) == 4
     capsys.readouterr()
-    penstock.resume(run, reward=reward)
+    penstock.resume(run)  # this program has given it the reward
     assert "is finished (4 of 4 steps); go on with: penstock resume" in capsys.readouterr().err
+    assert [result.failures for result in penstock.evaluate(run)] == [0]
     monkeypatch.setattr("sys.argv", ["penstock", "generate", "early", "--prompt", "12+34"])
     with pytest.raises(SystemExit) as left:
         cli.main()

@@ -361,6 +361,7 @@ def test_a_model_that_the_hub_does_not_have_is_said_at_once(
     said = capsys.readouterr().err
     assert "model.path: got 'no-such/model', which is neither a folder nor in the cache" in said
     assert "http://127.0.0.1:1 cannot be reached" in said
+    assert "starting" not in said  # no worker, and no folder of a run
     assert run(monkeypatch, "chat", "no-such/two words") == 2
     assert "model.path: got 'no-such/two words', allowed: " in capsys.readouterr().err
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -19,7 +19,6 @@ OWNED = {
     "rollout/evaluation/evaluate.py _play": "a TaskGroup, the first error raised",
     "rollout/evaluation/evaluate.py Evaluations.begin": "the loop's TaskGroup",
     "rollout/evaluation/score.py _in_order": "a TaskGroup",
-    "inspection/dashboard/server.py serve_on": "a TaskGroup",
     "run/job.py _load_and_launch": "awaited before it returns, or cancelled by a stop",
     "workers/workers.py all_or_first_error": "gathered, also after an error",
     "workers/ray/agents.py AgentPart.generate_group": "awaited, its error raised",

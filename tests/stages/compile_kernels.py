@@ -74,7 +74,7 @@ def install(compiled: dict[str, Any]) -> None:
 
 def run_shape(model_type: str, dtype: torch.dtype) -> None:
     from penstock.engine.transformers.cuda.cuda_decoder import CudaDecoder
-    from penstock.engine.transformers.cuda.cuda_steps import PrefillStep
+    from penstock.engine.transformers.cuda.cuda_steps import PrefillStep, Prompt
     from penstock.engine.transformers.cuda.regions import KVPool
     from penstock.model.families import family_of
     from penstock.model.kernels.decode_kernels import next_rows, sample_rows
@@ -95,8 +95,7 @@ def run_shape(model_type: str, dtype: torch.dtype) -> None:
         slots = zeros[:-1]
         logits = decoder.decode(state, pool, slots)
         sample_rows(logits, *next_rows(logits, slots, state, 1))
-    at = np.arange(ROWS)
-    step = PrefillStep(pool, np.array([ROWS]), at, at)
+    step = PrefillStep(pool, [Prompt(np.zeros(ROWS, np.int64), 0, [0])])
     position = torch.arange(ROWS, device="meta")
     decoder.logits(step, position, position, position[-1:])
 

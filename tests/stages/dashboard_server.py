@@ -12,12 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from penstock.inspection.dashboard import server
 from penstock.inspection.dashboard.server import Dashboard, serve_on
-
-LOOK_EVERY_S = 0.05  # so that no test waits for a look at the runs
 
 
 class Client:
@@ -42,22 +37,11 @@ class Client:
         assert status == 200, body
         return json.loads(body)
 
-    def changes(self) -> Iterator[dict[str, Any]]:
-        """Yield what the server tells, as long as somebody listens."""
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
-            connection.request("GET", "/events")
-            for line in connection.getresponse():
-                if line.startswith(b"data: "):
-                    yield from json.loads(line[6:])
-
     def lines(self) -> dict[str, dict[str, Any]]:
-        """Return every run's line by its name, once all are read."""
-        found = {}
-        for change in self.changes():
-            if "complete" in change:
-                return found
-            found[change["name"]] = change
-        raise AssertionError("the stream has ended")
+        """Every run's line by its name, once all are read."""
+        while not (found := self.read("/api/runs"))["complete"]:
+            continue
+        return {line["name"]: line for line in found["runs"]}
 
 
 @contextmanager
@@ -74,13 +58,11 @@ def serving(folder: Path, token: str = "") -> Iterator[Client]:
         await serve_on(listening, shared["dashboard"], shared["stopped"])
 
     thread = threading.Thread(target=asyncio.run, args=(main(),))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "_LOOK_EVERY_S", LOOK_EVERY_S)
-        thread.start()
-        started.wait()
-        try:
-            yield Client(listening.getsockname()[1], shared["dashboard"])
-        finally:
-            shared["loop"].call_soon_threadsafe(shared["stopped"].set)
-            thread.join()
-            listening.close()
+    thread.start()
+    started.wait()
+    try:
+        yield Client(listening.getsockname()[1], shared["dashboard"])
+    finally:
+        shared["loop"].call_soon_threadsafe(shared["stopped"].set)
+        thread.join()
+        listening.close()

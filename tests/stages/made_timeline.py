@@ -61,13 +61,13 @@ def _decode(model: DecodeModel, groups: list[list[int]]) -> list[float]:
     rows = Rows(model)
     owners = [place for place, lengths in enumerate(groups) for _ in lengths]
     for row, tokens in enumerate(tokens for lengths in groups for tokens in lengths):
-        rows.add(row, tokens)
+        rows.add(str(row), tokens)
     rows.stall(model.prefill_s * len(groups))
     rows.admit()
     ends = [0.0] * len(groups)
     while (end := rows.next_end()) is not None:
         rows.advance(end)
         for row in rows.take_ended():
-            ends[owners[row]] = end
+            ends[owners[int(row)]] = end
         rows.admit()
     return ends

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import SandboxError
-from penstock.reward.sandbox.host import Mode
-from penstock.reward.sandbox.layers import Isolation, try_mode
+from penstock.reward.sandbox.host import Isolation, Mode, try_mode
 from penstock.reward.sandbox.pool import SandboxPool
 from penstock.reward.sandbox.settings import SandboxSettings
 

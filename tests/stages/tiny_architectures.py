@@ -99,9 +99,9 @@ def small_config(kind: Any, own: dict[str, Any]) -> Any:
     return kind(**(fields | own))
 
 
-def make(name: str) -> Any:
+def make(name: str, **fields: Any) -> Any:
     """Return a tiny float32 model in evaluation mode, with weights far from uniform outputs."""
-    config = small_config(CONFIG_MAPPING[name], OWN.get(name, {}))
+    config = small_config(CONFIG_MAPPING[name], OWN.get(name, {}) | fields)
     build = transformers.AutoModelForCausalLM.from_config
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in build(config).parameters())

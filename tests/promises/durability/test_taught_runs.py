@@ -182,7 +182,7 @@ def test_a_run_of_any_teachers(server: CrashServer, folder: Path, number: int) -
     expected, counts = digests(run), server.counts()
     assert server.run("replay", str(run.path)) == 0, server.output()
     assert server.output().count("  equal") == len(expected)
-    killed, code = server.train(f"killed-{number}", *draw.words, **death(draw.random, counts))
+    killed, code = server.train(f"taught-{number}-killed", *draw.words, **death(draw.random, counts))
     assert code in (KILLED, 0), server.output()  # how often a journal commits depends on the time
     if killed.journal.exists():
         assert server.run("resume", str(killed.path)) == 0, server.output()
@@ -235,7 +235,7 @@ def test_two_ranks_teach_what_one_does(server: CrashServer, folder: Path, number
         assert two[name] == pytest.approx(one[name], rel=2e-3, abs=1e-5), name
     assert server.run("replay", str(run.path)) == 0, server.output()
     place = death(draw.random, counts)
-    killed, code = server.train(f"killed-ranks-{number}", *words, *ranks, **place)
+    killed, code = server.train(f"taught-ranks-{number}-killed", *words, *ranks, **place)
     assert code in (KILLED, 0), server.output()
     if killed.journal.exists():
         assert server.run("resume", str(killed.path)) == 0, server.output()
