@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,43 @@ def test_every_call_gets_its_own_result() -> None:
 def test_calls_run_beside_each_other() -> None:
     meeting = threading.Barrier(4)
     run_all([meeting.wait] * 4, count=4)
+
+
+class SlowQueue(queue.SimpleQueue):
+    """A thread that took an entry is interrupted before it does anything else."""
+
+    def __init__(self) -> None:
+        self.asked, self.taken, self.resumed = (threading.Event() for _ in range(3))
+
+    def get(self) -> Any:
+        self.asked.set()
+        entry = super().get()
+        self.taken.set()
+        assert self.resumed.wait(20)
+        return entry
+
+
+def test_a_call_gets_a_thread_of_its_own_while_another_is_being_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow, meeting = SlowQueue(), threading.Barrier(2)
+    monkeypatch.setattr(queue, "SimpleQueue", lambda: slow)
+
+    async def run() -> None:
+        threads = CallThreads("test", 2, timeout_s=60.0)
+        slow.resumed.set()
+        await threads.run(slow.asked.clear)
+        assert slow.asked.wait(20)  # the thread is idle again
+        slow.taken.clear()
+        slow.resumed.clear()
+        first = threads.submit(lambda: meeting.wait(20))
+        assert slow.taken.wait(20)
+        second = threads.submit(lambda: meeting.wait(20))
+        slow.resumed.set()
+        assert {await first, await second} == {0, 1}
+        threads.close()
+
+    asyncio.run(run())
 
 
 def raises(error: BaseException) -> Callable[[], None]:

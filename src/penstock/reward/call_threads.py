@@ -46,7 +46,7 @@ class CallThreads:
         self.loop = asyncio.get_running_loop()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._workers: set[_Worker] = set()
-        self._idle = 0
+        self._balance = 0  # idle threads less waiting calls; a call counts from its submission on
         self._done: list[_Call] = []  # whose callers are not woken yet
         self._waking = False  # the loop is about to wake them
         self._lock = threading.Lock()  # of the four above
@@ -60,6 +60,8 @@ class CallThreads:
         """A future of what `function` returns, of what it raises, or of CallTimeout."""
         call = _Call(function, self.loop.create_future())
         self._calls.put(call)
+        with self._lock:
+            self._balance -= 1
         self._start_worker()
         if self._timer is None:
             self._timer = self.loop.call_later(self._timeout_s, self._give_up_late_calls)
@@ -76,8 +78,9 @@ class CallThreads:
 
     def _start_worker(self) -> None:
         with self._lock:
-            if self._idle >= self._calls.qsize() or len(self._workers) >= self._count:
+            if self._balance >= 0 or len(self._workers) >= self._count:
                 return
+            self._balance += 1
             worker = _Worker()
             self._workers.add(worker)
         threading.Thread(target=self._work, args=(worker,), daemon=True, name=self._name).start()
@@ -107,16 +110,7 @@ class CallThreads:
 
     def _work(self, worker: _Worker) -> None:
         """Consumes calls, produces outcomes; waits in the queue, woken by each call. Ends when given up."""
-        while True:
-            with self._lock:
-                if worker not in self._workers:
-                    return
-                self._idle += 1
-            call = self._calls.get()
-            with self._lock:
-                self._idle -= 1
-            if call is None:
-                return
+        while (call := self._calls.get()) is not None:
             worker.since = time.monotonic()
             worker.call = call
             try:
@@ -127,6 +121,10 @@ class CallThreads:
                 call.error = error
             worker.call = None
             self._return(call)
+            with self._lock:
+                if worker not in self._workers:
+                    return
+                self._balance += 1
 
     def _return(self, call: _Call) -> None:
         """Hand the outcome to the event loop, and wake the loop unless it is woken already."""
