@@ -43,8 +43,10 @@ test: $(DEV_STAMP)  ## format, lint and types, beside every quick test that need
 tests: $(DEV_STAMP)
 	$(PYTEST) -m "not ray and not slow"
 
-test-long: $(DEV_STAMP)  ## the long sweeps: more algorithms, more examples, more load
-	$(PYTEST) -m "slow and not ray"
+PART ?= 1/1
+
+test-long: $(DEV_STAMP)  ## the long sweeps: more algorithms, examples and load; PART=2/3 for the second third
+	$(PYTEST) -m "slow and not ray" --part $(PART)
 
 test-ray: $(DEV_STAMP)  ## the tests that start Ray clusters
 	$(PYTEST) -m ray

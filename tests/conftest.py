@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,6 +96,12 @@ LONGEST_FIRST = (  # so that neither test process is left with one of these whil
     "inspection/test_report_browser.py",
     "workers/test_faults.py",
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part", default="1/1", help="2/3: the second third of each test's variations"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -193,7 +200,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a GPU: make test-gpu")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # what the marks leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    number, parts = map(int, config.option.part.split("/"))
+    seen: Counter[str] = Counter()
+    left, others = [], []
+    for item in items:
+        variations = item.nodeid.partition("[")[0]
+        seen[variations] += "[" in item.nodeid
+        count = seen[variations]  # 0: the test has one form
+        (others if count and (count - number) % parts else left).append(item)
+    if others:
+        config.hook.pytest_deselected(items=others)
+    items[:] = left
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     root = Path(__file__).parent
     items.sort(key=lambda item: places.get(item.path.relative_to(root).as_posix(), len(places)))
