@@ -268,6 +268,13 @@ def test_a_prompt_that_is_left_out_needs_no_room_in_the_context(
         UserError, match=r"a prompt of 5 tokens and sampling.max_tokens = 252 are 257"
     ):
         check_context(narrow, {"train": dataset})
+    judged = {**config.model_dump(), "eval": {"tasks": {"heldout": {"data": "none"}}}}
+    check_context(validate(judged), {"heldout": dataset}, "eval.")
+    judged["eval"]["sampling"] = {"max_tokens": 252}
+    with pytest.raises(
+        UserError, match=r"eval.tasks.heldout: .* eval.sampling.max_tokens = 252 are 257"
+    ):
+        check_context(validate(judged), {"heldout": dataset}, "eval.")
 
 
 def test_a_text_of_20_mb_is_left_out_without_being_tokenised(

@@ -243,21 +243,25 @@ def _check_lengths(
     return fits
 
 
-def check_context(config: Config, datasets: Mapping[str, Dataset]) -> None:
-    """Refuse a task whose longest prompt and longest response do not fit into the model together."""
+def check_context(config: Config, datasets: Mapping[str, Dataset], section: str = "") -> None:
+    """Refuse a task whose longest prompt and longest response do not fit into the model together.
+
+    section: `eval.` for the datasets of the evaluation tasks.
+    """
     context = context_length(config.model.path)
     if context is None:
         return
+    tasks = config.eval.tasks if section else config.tasks
     for name, dataset in datasets.items():
-        if config.tasks[name].agent != "single_turn":
+        if tasks[name].agent != "single_turn":
             continue  # an agent is held to the context at each call
-        limit = config.task_sampling(name).max_tokens
+        limit = (config.eval_sampling if section else config.task_sampling)(name).max_tokens
         prompt = dataset.longest_kept
         if prompt + limit > context:
             raise UserError(
-                f"tasks.{name}: a prompt of {prompt} tokens and sampling.max_tokens = {limit} are {prompt + limit} "
-                f"tokens, allowed: the model's context of {context}; lower sampling.max_tokens or "
-                f"tasks.{name}.max_prompt_tokens"
+                f"{section}tasks.{name}: a prompt of {prompt} tokens and {section}sampling.max_tokens = {limit} are "
+                f"{prompt + limit} tokens, allowed: the model's context of {context}; lower "
+                f"{section}sampling.max_tokens or {section}tasks.{name}.max_prompt_tokens"
             )
 
 

@@ -40,12 +40,10 @@ class RunData:
             return load_dataset(name, task, chat, config.seed, readers=fields_read(task.rewards))
 
         trained = {name: load_one(name, task) for name, task in tasks.items()}
+        judged = {name: load_one(name, task) for name, task in config.eval.tasks.items()}
         check_context(config, trained)
-        return cls(
-            chat,
-            trained,
-            {name: load_one(name, task) for name, task in config.eval.tasks.items()},
-        )
+        check_context(config, judged, "eval.")
+        return cls(chat, trained, judged)
 
     @classmethod
     async def read(cls, config: Config, with_training: bool = True) -> RunData:

@@ -389,9 +389,10 @@ def evaluate_once(
     """Evaluate the model of a config, or the newest checkpoint of a run; print the results."""
     results = evaluate_model(path, overrides, out, trusted=trusted)
     print_evaluations(console(), results)
-    if any(result.failures for result in results):
+    if errors := [result.error for result in results if result.failures]:
         failed = sum(result.failures for result in results)
-        raise RunError(f"{failed} of {sum(r.samples for r in results)} samples failed")
+        total = sum(result.samples for result in results)
+        raise RunError(f"{failed} of {total} samples failed; the first: {errors[0]}")
 
 
 def evaluate_model(

@@ -182,7 +182,9 @@ def test_a_run_of_any_teachers(server: CrashServer, folder: Path, number: int) -
     expected, counts = digests(run), server.counts()
     assert server.run("replay", str(run.path)) == 0, server.output()
     assert server.output().count("  equal") == len(expected)
-    killed, code = server.train(f"taught-{number}-killed", *draw.words, **death(draw.random, counts))
+    killed, code = server.train(
+        f"taught-{number}-killed", *draw.words, **death(draw.random, counts)
+    )
     assert code in (KILLED, 0), server.output()  # how often a journal commits depends on the time
     if killed.journal.exists():
         assert server.run("resume", str(killed.path)) == 0, server.output()
