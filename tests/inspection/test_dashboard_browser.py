@@ -143,6 +143,17 @@ def test_every_view_is_drawn_and_the_keys_lead_through_them(runs: Path, page: Li
         assert page.value(NO_ERROR) == ""
 
 
+def test_a_key_that_comes_with_the_list_is_for_the_run_that_opens(
+    runs: Path, page: LivePage
+) -> None:
+    with serving(runs) as client:
+        page.open(client.address)
+        press = "document.dispatchEvent(new KeyboardEvent('keydown', { key: 'x' }))"
+        page.until(f"{READY} && {press}")  # before the browser does anything else
+        page.until(f"{count('.row.open input:checked')} === 1")
+        assert page.value(NO_ERROR) == ""
+
+
 @pytest.mark.slow
 def test_runs_are_compared_and_a_long_one_is_thinned(runs: Path, page: LivePage) -> None:
     with serving(runs) as client:

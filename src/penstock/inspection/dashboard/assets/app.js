@@ -72,7 +72,10 @@ function route() {
 
 function showNothing() {
   const first = listed()[0];
-  if (first && !phone()) return location.replace(`#/run/${first.id}`);
+  if (first && !phone()) {
+    history.replaceState(null, "", `#/run/${first.id}`); // at once: a key that is pressed now is for this run
+    return route();
+  }
   const empty = state.complete && !state.lines.size;
   const text = empty ? "No run in this folder yet. Start one with: penstock train" : "Choose a run.";
   byId("page").replaceChildren(html("p", { class: "absent" }, text));

@@ -89,7 +89,7 @@ function moveCursor(by) {
 }
 
 function choose(id) {
-  if (saved) return; // a report compares all of its runs
+  if (saved || !state.lines.has(id)) return; // a report compares all of its runs
   if (state.chosen.includes(id)) state.chosen = state.chosen.filter((one) => one !== id);
   else state.chosen = [...state.chosen, id].slice(-MOST_COMPARED);
   drawList();
