@@ -63,10 +63,10 @@ function route() {
   if (!saved) document.title = line ? `${line.name} · Penstock` : "Penstock dashboard";
   if (!line) return showNothing();
   if (line.state === "refused") return byId("page").replaceChildren(html("p", { class: "absent" }, line.note));
-  current = VIEWS[state.tab](line.id);
+  current = (line.service ? serviceView : VIEWS[state.tab])(line.id);
   byId("page").replaceChildren(runHead(line), current.node);
   byId("page").scrollTop = 0;
-  document.querySelector(".tabs .on").scrollIntoView({ block: "nearest", inline: "center" });
+  document.querySelector(".tabs .on")?.scrollIntoView({ block: "nearest", inline: "center" });
   current.draw?.();
 }
 
