@@ -27,6 +27,7 @@ from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 from stages.dashboard_server import Client, serving
 from stages.made_run import GROUP_SIZE, make_run, metrics_of
+from stages.made_service import MadeService
 
 
 @pytest.fixture(scope="module")
@@ -350,6 +351,103 @@ def test_numbers_that_are_none_do_not_end_the_list(
 def test_a_run_may_go_while_it_is_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):  # which the list takes for "gone"
         ShownRun("id", RunFolder(tmp_path / "gone")).renew()
+
+
+# -- services ----------------------------------------------------------------------------------
+
+
+def test_a_service_is_listed_and_its_page_has_models_queues_and_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those whose requests and answers were emptied, and nothing is written by looking."""
+    monkeypatch.setattr(views, "_REST", 0)
+    runs = tmp_path / "runs"
+    folder = RunFolder(runs / "mine")
+    made = MadeService(folder.path)
+    key, other = "a" * 16, "b" * 16
+    first, second = made.model(key), made.model(other, rank=0)
+    made.step(first, 1, key, loss=9.5, norm=3.0)
+    made.step(first, 3, key, loss=float("nan"), norm=2.0)
+    made.log.empty("line = ?", (first,))
+    made.fail(second, 1, other, "load_weights", "path: got nothing")
+    for seq in range(2, 14):
+        made.wait(second, seq, other, "forward_backward")
+    with folder.lock(), serving(runs) as client:
+        before = everything(runs)
+        line = client.lines()["mine"]
+        assert (line["state"], line["rewards"]) == ("serving", [])
+        assert line["service"] == {
+            **{"model": "demo", "models": 2, "waiting": 12, "last": "forward_backward"}
+        }
+        path = path_of(client, "mine", "overview")
+        found = client.read(path)
+        newest, oldest = found["models"]
+        shown = ("name", "owner", "rank", "optimizer_steps", "done", "failed", "waiting")
+        assert [newest[name] for name in shown] == [second, "b" * 8, 0, 0, 0, 1, 12]
+        assert [oldest[name] for name in shown] == [first, "a" * 8, 8, 2, 4, 0, 0]
+        assert oldest["steps"] == [1, 2, 3, 4]
+        assert oldest["curves"] == {
+            "loss:sum": [9.5, None, None, None],
+            "grad_norm": [None, 3.0, None, 2.0],
+        }
+        [queue] = found["queues"]
+        assert (queue["owner"], queue["waiting"], len(queue["first"])) == ("b" * 8, 12, 8)
+        assert queue["first"][0]["name"] == f"{second}#2"
+        failed = [row["why"] for row in found["commands"] if row["outcome"] == "failed"]
+        assert failed == ["path: got nothing"]
+        after = everything(runs)
+        before.pop("mine/commands.db-shm"), after.pop("mine/commands.db-shm")
+        assert after == before
+        made.step(first, 5, key, loss=8.0, norm=1.0)
+        assert client.lines()["mine"]["version"] != line["version"]
+        assert client.read(path)["models"][1]["curves"]["loss:sum"][-2:] == [8.0, None]
+        for query in (f"/report/{line['id']}", path.replace("overview", "journal")):
+            assert client.ask(query)[0] == 409
+    made.close()
+    with serving(folder.path) as client:  # alone
+        assert client.lines()["mine"]["state"] == "stopped"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "CREATE VIEW endless AS SELECT 1",
+        "UPDATE facts SET value = '{'",
+        "PRAGMA user_version = 7",
+    ],
+)
+def test_a_log_that_no_service_wrote_is_a_sentence(tmp_path: Path, change: str) -> None:
+    made = MadeService(tmp_path / "runs" / "mine")
+    made.close()
+    with sqlite3.connect(tmp_path / "runs" / "mine" / "commands.db") as database:
+        database.execute(change)
+    with serving(tmp_path / "runs") as client:
+        line = client.lines()["mine"]
+        assert line["state"] == "damaged"
+        assert line["note"].startswith("command log ")
+        assert client.ask(path_of(client, "mine", "overview"))[0] == 409
+
+
+def test_a_log_with_values_of_other_types_is_shown(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mine"
+    made = MadeService(folder)
+    model = made.model("k")
+    made.step(model, 1, "k", loss=1.0, norm=1.0)
+    made.close()
+    with sqlite3.connect(folder / "commands.db") as database:
+        database.execute(
+            "UPDATE commands SET at = 9e999, done_at = x'00', kind = 7, owner = x'ff00'"
+        )
+        database.execute(
+            f"UPDATE commands SET metrics = '{{\"loss:sum\": 9e999}}' WHERE line = '{model}'"
+        )
+        database.execute(f"UPDATE commands SET kind = 'create_model' WHERE line != '{model}'")
+    with serving(tmp_path / "runs") as client:
+        [model_row] = client.read(path_of(client, "mine", "overview"))["models"]
+        assert model_row["curves"]["loss:sum"] == [None, None]
+        (folder / "commands.db").rename(tmp_path / "away.db")
+        (folder / "commands.db").symlink_to(tmp_path / "away.db")
+        assert client.lines()["mine"]["state"] == "refused"
 
 
 # -- who may look ------------------------------------------------------------------------------

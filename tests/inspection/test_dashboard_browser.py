@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+import penstock
+from penstock import AdamParams, Datum
 from penstock.store.run_folder import RunFolder
 from stages.browser import BROWSER, LivePage
 from stages.dashboard_server import serving
 from stages.hostile_run import MARKUP, make_hostile_run
 from stages.made_run import make_run, metrics_of
+from stages.made_service import MadeService
 from stages.tiny_run import TINY, CrashServer
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on this machine")
@@ -143,6 +146,17 @@ def test_every_view_is_drawn_and_the_keys_lead_through_them(runs: Path, page: Li
         assert page.value(NO_ERROR) == ""
 
 
+def test_a_key_that_comes_with_the_list_is_for_the_run_that_opens(
+    runs: Path, page: LivePage
+) -> None:
+    with serving(runs) as client:
+        page.open(client.address)
+        press = "document.dispatchEvent(new KeyboardEvent('keydown', { key: 'x' }))"
+        page.until(f"{READY} && {press}")  # before the browser does anything else
+        page.until(f"{count('.row.open input:checked')} === 1")
+        assert page.value(NO_ERROR) == ""
+
+
 @pytest.mark.slow
 def test_runs_are_compared_and_a_long_one_is_thinned(runs: Path, page: LivePage) -> None:
     with serving(runs) as client:
@@ -236,6 +250,56 @@ def test_a_run_under_way_appears_and_grows(
         assert run.result() == 0, server.output()
         page.until("document.querySelector('.row').dataset.state === 'finished'")
         page.until(f"{count(REWARD_POINTS)} === 3")
+        assert page.value(NO_ERROR) == ""
+
+
+def test_a_service_shows_its_models_and_draws_each_loss_when_it_is_there(
+    tmp_path: Path, page: LivePage
+) -> None:
+    ids = [1, 5, 6, 7, 8, 9]
+    datum = Datum(ids[:-1], {"target_tokens": ids[1:], "weights": [1.0] * 5})
+    points = count("circle[data-chart='loss:sum']")
+    with (
+        penstock.Service("demo", folder=tmp_path / "mine") as service,
+        serving(tmp_path) as client,
+    ):
+        first, second = (service.create_lora_training_client(rank=rank) for rank in (2, 4))
+        losses = [model.forward_backward([datum], "cross_entropy") for model in (first, second)]
+        shown = [loss.result().metrics["loss:sum"] for loss in losses]
+        page.open(client.address)
+        page.until(f"document.querySelector('.row')?.dataset.state === 'serving' && {points} === 2")
+        assert page.value("document.querySelector('.row-facts').textContent").startswith(
+            "2 models of demo"
+        )
+        rows = "[...document.querySelectorAll('.runs tbody tr')].map((row) => row.innerText)"
+        for model, row in zip((second, first), page.value(rows), strict=True):  # the newest first
+            assert model.model_id in row
+        values = "[...document.querySelectorAll('circle[data-chart]')].map((c) => +c.dataset.value)"
+        assert sorted(page.value(values)) == [
+            pytest.approx(loss, rel=1e-6) for loss in sorted(shown)
+        ]
+        second.optim_step(AdamParams(learning_rate=1e-3)).result()
+        second.forward_backward([datum], "cross_entropy").result()
+        page.until(f"{points} === 3 && {count('circle[data-chart=grad_norm]')} === 1")
+        assert page.value(NO_ERROR) == ""
+    with serving(tmp_path) as client:
+        page.open(client.address)
+        page.until("document.querySelector('.row').dataset.state === 'stopped'")
+
+
+def test_no_text_of_a_hostile_service_becomes_markup(tmp_path: Path, page: LivePage) -> None:
+    made = MadeService(tmp_path / "mine", model=MARKUP)
+    model = made.model(MARKUP)
+    made.fail(model, 1, MARKUP, MARKUP, MARKUP)
+    made.wait(model, 2, MARKUP, MARKUP)
+    made.close()
+    with serving(tmp_path) as client:
+        page.open(client.address)
+        page.until(f"{count('.queue')} === 1 && {count('.events tr[data-outcome=failed]')} === 1")
+        assert MARKUP[:200] in page.value("document.getElementById('page').textContent")
+        assert page.value(count("img, iframe, base, object, embed")) == 0
+        assert page.value(count("script")) == 2
+        assert page.value("document.documentElement.dataset.pwned || ''") == ""
         assert page.value(NO_ERROR) == ""
 
 

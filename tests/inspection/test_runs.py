@@ -18,6 +18,7 @@ from penstock.inspection.record import RunLine, print_runs
 from penstock.inspection.rollout_viewer import find_evaluated
 from penstock.store.run_folder import RunFolder
 from stages.made_run import make_run
+from stages.made_service import MadeService
 
 
 def penstock(
@@ -55,6 +56,25 @@ def test_a_narrow_terminal_gets_one_line_for_each_run() -> None:
         assert name in first
         assert shown in first
         assert first.rstrip().endswith(" 35 min ago")
+
+
+def test_a_service_has_one_row_and_commands_on_runs_name_those_that_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = MadeService(tmp_path / "mine")
+    made.wait(made.model("k"), 1, "k", "optim_step")
+    made.close()
+    code, said = penstock(monkeypatch, capsys, "runs", str(tmp_path))
+    _, row = said.splitlines()
+    assert code == 0
+    assert row.split()[:2] == ["mine", "stopped"]
+    assert "1 model of demo, 1 waiting, last optim_step" in row
+    for command in ("doctor", "report", "rollouts", "rm"):
+        code, said = penstock(monkeypatch, capsys, command, str(tmp_path / "mine"))
+        [line] = said.splitlines()
+        assert code == 2
+        assert "the folder of a service, allowed for it: penstock audit, replay" in line
+    assert (tmp_path / "mine" / "commands.db").is_file()
 
 
 def write_samples(

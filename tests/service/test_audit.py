@@ -10,7 +10,7 @@ import pytest
 from penstock.config.source import load_config
 from penstock.errors import JournalDamaged, UserError
 from penstock.service.audit import audit_service, replay_service
-from penstock.service.command_log import FILE, CommandLog
+from penstock.store.command_log import FILE, CommandLog
 
 
 def make_log(folder: Path, *words: str) -> Path:

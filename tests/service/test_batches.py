@@ -10,7 +10,7 @@ import torch
 
 from penstock.errors import UserError
 from penstock.service.batches import LOSSES, Examples
-from penstock.service.wire import FLOAT32, INT64
+from penstock.store.wire import FLOAT32, INT64
 
 LOGPROBS = torch.tensor([-1.0, -2.0], dtype=torch.float64)
 INPUTS = {

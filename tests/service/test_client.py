@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 import penstock
 from penstock import AdamParams, Datum, SamplingParams
 from penstock.cli import app
-from penstock.service.command_log import FILE
 from penstock.service.core import Busy, ServiceCore
+from penstock.store.command_log import FILE
 
 IDS = [1, 5, 6, 7, 8, 9]
 DATUM = Datum(IDS[:-1], {"target_tokens": IDS[1:], "weights": [1.0] * 5})

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from penstock.config.source import load_config
 from penstock.errors import DigestMismatch, UserError
-from penstock.service import wire
 from penstock.service.batches import LOSSES, make_rows
-from penstock.service.command_log import FILE, Command, CommandLog
 from penstock.service.models import Models
+from penstock.store import wire
+from penstock.store.command_log import FILE, Command, CommandLog
 from stages.service_client import forward_backward
 from stages.tiny_policy import save_policy
 

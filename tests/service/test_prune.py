@@ -14,8 +14,8 @@ import penstock
 from penstock import AdamParams, Datum, SamplingParams
 from penstock.cli import app
 from penstock.service import prune
-from penstock.service.command_log import FILE
 from penstock.service.models import Models
+from penstock.store.command_log import FILE
 
 IDS = [1, 5, 6, 7, 8, 9]
 DATUM = Datum(IDS[:-1], {"target_tokens": IDS[1:], "weights": [1.0] * 5})

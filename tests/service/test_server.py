@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from penstock.service.audit import audit_service
-from penstock.service.command_log import FILE
-from penstock.service.wire import decode
+from penstock.store.command_log import FILE
+from penstock.store.wire import decode
 from stages.service_client import ServerProcess, WireClient, forward_backward, serving
 from stages.warm_services import WarmServices
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.service import wire
+from penstock.store import wire
 from stages.warm_services import WarmServices
 
 

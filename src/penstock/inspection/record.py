@@ -11,7 +11,7 @@ import math
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -31,6 +31,8 @@ from penstock.inspection.findings.observed import Row, read_observed
 from penstock.inspection.track.console import LOSS, sparkline, task_figures
 from penstock.inspection.track.logs import Finding, read_metrics
 from penstock.rollout.evaluation.evaluate import read_summaries
+from penstock.store.command_log import FILE as COMMANDS
+from penstock.store.command_log import CommandLog
 from penstock.store.journal import Journal
 from penstock.store.run_folder import CONFIG, JOURNAL, Owner, RunFolder
 from penstock.store.space import folder_bytes, size_text
@@ -136,7 +138,7 @@ def _read_metrics(folder: RunFolder, record: RunRecord) -> None:
     by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
     record.steps = sorted(by_step)
     for name in CURVES:
-        values = [_number(by_step[step].get(name)) for step in record.steps]
+        values = [as_number(by_step[step].get(name)) for step in record.steps]
         if any(value is not None for value in values):
             record.curves[name] = values
     record.accounts = _accounts([by_step[step] for step in record.steps])
@@ -148,7 +150,7 @@ def _accounts(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     for row in rows:
         for task, figures in task_figures(row).items():
             for name, value in figures.items():
-                if (number := _number(value)) is not None:
+                if (number := as_number(value)) is not None:
                     values.setdefault(task, {}).setdefault(name, []).append(number)
     return {
         task: {name: _over_steps(name)(numbers) for name, numbers in by_name.items()}
@@ -167,7 +169,7 @@ def _read_evaluations(folder: RunFolder, record: RunRecord) -> None:
     # a resumed run may repeat an evaluation: the last counts
     by_step: dict[tuple[str, int], dict[str, Any]] = {}
     for row in _read_lines(path, record, "no evaluation was done"):
-        scores = {name: _number(row.get(name)) for name in ("accuracy", "low", "high", "reward")}
+        scores = {name: as_number(row.get(name)) for name in ("accuracy", "low", "high", "reward")}
         known = scores["accuracy"] is not None or scores["reward"] is not None
         if isinstance(row.get("task"), str) and isinstance(row.get("step"), int) and known:
             by_step[row["task"], row["step"]] = {"step": row["step"], **scores}
@@ -233,7 +235,7 @@ def _read_lines(path: Path, record: RunRecord, absence: str) -> list[dict[str, A
     return rows
 
 
-def _number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     """A finite number at the precision of a plot, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
@@ -331,7 +333,7 @@ class RunLine:
     """One run."""
 
     name: str
-    state: str  # training | finished | stopped | killed | damaged
+    state: str  # training | serving | finished | stopped | killed | damaged
     steps: int = 0
     total_steps: int | None = None
     reward: float | None = None  # of the newest step
@@ -341,15 +343,39 @@ class RunLine:
     changed_at: float = 0.0  # seconds since 1970
     size_bytes: int = 0  # of all its files
     note: str = ""  # why its files cannot be read
+    service: ServiceLine | None = None  # of a service's folder, which has no steps and no rewards
+
+
+@dataclass(slots=True, kw_only=True)
+class ServiceLine:
+    """What a service's folder has in the list."""
+
+    model: str
+    models: int
+    waiting: int  # commands
+    last: str  # kind of the newest command
+
+    @property
+    def brief(self) -> str:
+        return f"{self.models} {'model' if self.models == 1 else 'models'}"
+
+    def __str__(self) -> str:
+        last = f", last {self.last}" if self.last else ""
+        return f"{self.brief} of {self.model}, {self.waiting} waiting{last}"
+
+
+CREATED = "kind = 'create_model' AND outcome = 'done'"  # of the log's commands
+_MOST_KIND, _MOST_PATH = 40, 200  # characters
+_MODEL = f"""SELECT json_extract(value, '$.model.path') FROM facts
+    WHERE name = 'config' AND length(value) < {1 << 20}"""
 
 
 def list_runs(folder: Path) -> list[RunLine]:
     """The runs of a folder, the newest first."""
     if not folder.is_dir():
         raise UserError(f"runs: got {str(folder)!r}, allowed: a folder with runs in it")
-    found = [
-        path for path in folder.iterdir() if (path / CONFIG).is_file() or (path / JOURNAL).is_file()
-    ]
+    names = (CONFIG, JOURNAL, COMMANDS)
+    found = [path for path in folder.iterdir() if any((path / name).is_file() for name in names)]
     lines = [read_line(RunFolder(path)) for path in found]
     for path, line in zip(found, lines, strict=True):
         line.size_bytes = folder_bytes(path)
@@ -358,12 +384,16 @@ def list_runs(folder: Path) -> list[RunLine]:
 
 def read_line(folder: RunFolder) -> RunLine:
     """The line of one run; what cannot be read is left out."""
-    changed = folder.path.stat().st_mtime
-    if folder.metrics.exists():
-        changed = max(changed, folder.metrics.stat().st_mtime)
+    changed, log = folder.path.stat().st_mtime, folder.commands
+    for path in (folder.metrics, log, log.with_name(f"{log.name}-wal")):
+        with suppress(FileNotFoundError):
+            changed = max(changed, path.stat().st_mtime)
     line = RunLine(name=folder.name, state="stopped", changed_at=changed)
     try:
-        _fill(line, folder)
+        if log.is_file():
+            _fill_service(line, folder)
+        else:
+            _fill(line, folder)
     except (ValueError, TypeError, ArithmeticError) as error:
         # damage can put anything anywhere: one such run must not end the look at the others
         line.state = "damaged"
@@ -385,11 +415,40 @@ def _fill(line: RunLine, folder: RunFolder) -> None:
         line.state = "damaged"
     if line.total_steps and line.steps >= line.total_steps:
         line.state = "finished"
+    _fill_state(line, folder, "training")
+
+
+def _fill_state(line: RunLine, folder: RunFolder, alive: str) -> None:
     owner = folder.owner()
     if owner is Owner.ALIVE:
-        line.state = "training"
+        line.state = alive
     elif owner is Owner.KILLED and line.state == "stopped":
         line.state = "killed"
+
+
+def _fill_service(line: RunLine, folder: RunFolder) -> None:
+    _fill_state(line, folder, "serving")
+    try:
+        with CommandLog.look(folder.commands) as log:
+            ((models, waiting, newest),) = log.query(
+                f"SELECT COUNT(*) FILTER (WHERE {CREATED}), COUNT(*) FILTER (WHERE outcome IS NULL), "
+                "MAX(number) FROM commands"
+            )
+            last = log.query("SELECT kind FROM commands WHERE number = ?", (newest,))
+            line.service = ServiceLine(
+                model=model_of(log),
+                models=models,
+                waiting=waiting,
+                last=str(last[0][0])[:_MOST_KIND] if last else "",
+            )
+    except PenstockError as error:
+        line.state, line.note = "damaged", str(error)
+
+
+def model_of(log: CommandLog) -> str:
+    """The base model of a service."""
+    rows = log.query(_MODEL)
+    return str(rows[0][0])[:_MOST_PATH] if rows else ""
 
 
 def _numbers(rows: Sequence[Row], name: str) -> list[float]:
@@ -437,6 +496,9 @@ def print_runs(lines: Sequence[RunLine], console: Console, *, as_json: bool = Fa
         table.add_column(name, no_wrap=True)
     for line in lines:
         steps = f"{line.steps}/{line.total_steps}" if line.total_steps else str(line.steps)
+        held_out = line.held_out.rpartition(" ")[2] if is_narrow else line.held_out
+        if line.service is not None:
+            steps, held_out = "", line.service.brief if is_narrow else str(line.service)
         curve = [Text(sparkline(console, line.rewards, width=16), style="cyan")]
         if is_narrow:
             curve = []
@@ -446,7 +508,7 @@ def print_runs(lines: Sequence[RunLine], console: Console, *, as_json: bool = Fa
             steps,
             "" if line.reward is None else f"{line.reward:.3f}",
             *curve,
-            Text(line.held_out.rpartition(" ")[2] if is_narrow else line.held_out),
+            Text(held_out),
             Text(str(line.findings) if line.findings else "", style="yellow"),
             *([] if is_narrow else [size_text(line.size_bytes)]),
             _ago(time.time() - line.changed_at),
@@ -475,6 +537,7 @@ def html_table(line: RunLine, findings: Sequence[Mapping[str, Any]], path: Path)
 _WIDE = 120  # columns of a terminal from which a line shows curves and whole scores
 _STYLES = {
     "training": "green",
+    "serving": "green",
     "finished": "",
     "stopped": "dim",
     "killed": "yellow",

@@ -28,7 +28,7 @@ __all__ = ["write_report"]
 
 _SCRIPTS = (
     *("dom.js", "curves.js", "bars.js", "sections.js", "list.js"),
-    *("samples.js", "run.js", "compare.js", "app.js"),
+    *("samples.js", "service.js", "run.js", "compare.js", "app.js"),
 )
 
 

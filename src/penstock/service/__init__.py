@@ -1,6 +1,6 @@
 """A service for training loops of users: the Tinker SDK's protocol, with every command in a log.
 
-    HTTP (server.py) or Python (client.py) -> commands (core.py), logged first (command_log.py)
+    HTTP (server.py) or Python (client.py) -> commands (core.py), logged first (store/command_log.py)
         -> trainer's thread: models.py (losses in batches.py)   -> engine: samplers.py
 
 Engine, trainer and weights are those of `penstock train`. A command is durable before it is answered, commands

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from penstock.config.source import validate
 from penstock.files import say
-from penstock.service.command_log import FILE, Command, CommandLog
 from penstock.store import trust
+from penstock.store.command_log import FILE, Command, CommandLog
 
 if TYPE_CHECKING:
     from penstock.service.models import Models

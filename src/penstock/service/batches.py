@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UserError
-from penstock.service import wire
-from penstock.service.wire import Message
+from penstock.store import wire
+from penstock.store.wire import Message
 from penstock.training.pack import Pack
 
 Settings = Mapping[str, float]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from penstock.errors import RunError, UserError
-from penstock.service import wire
+from penstock.store import wire
 
 if TYPE_CHECKING:
     from penstock.service.core import ServiceCore

@@ -27,11 +27,11 @@ from penstock.config.demo import resolve_model_path
 from penstock.config.source import validate
 from penstock.engine.transformers.engine import TransformersEngine
 from penstock.errors import PenstockError, RunError, UserError
-from penstock.service.command_log import FILE, Command, CommandLog
 from penstock.service.models import LOAD, SAVE, SAVE_SAMPLER, Models, ModelSettings
 from penstock.service.prune import prune, remove_weights, sweep
 from penstock.service.samplers import Samplers
 from penstock.store import trust
+from penstock.store.command_log import FILE, Command, CommandLog
 from penstock.store.run_folder import RunFolder
 
 CREATE, SAMPLE = "create_model", "asample"

@@ -28,10 +28,10 @@ from penstock.data.sampler import stable_hash
 from penstock.errors import DigestMismatch, UserError
 from penstock.files import whole_folder
 from penstock.model.loading import compute_dtype
-from penstock.service import wire
 from penstock.service.batches import NO_LOGPROB, Examples, Rows
-from penstock.service.command_log import Command, CommandLog
 from penstock.service.prune import snapshots_of
+from penstock.store import wire
+from penstock.store.command_log import FORWARD_BACKWARD, OPTIM_STEP, Command, CommandLog
 from penstock.training.adapters import ADAPTER, add_adapters
 from penstock.training.consumer import Consumer
 from penstock.training.optimizer import UpdateStep
@@ -41,8 +41,7 @@ from penstock.training.snapshot import saved_masters, take_snapshot
 from penstock.training.stats import PassLosses, UpdateLoss
 from penstock.weights.digest import digest_of
 
-FORWARD_BACKWARD, OPTIM_STEP, LOAD = "forward_backward", "optim_step", "load_weights"
-SAVE, SAVE_SAMPLER = "save_weights", "save_weights_for_sampler"
+LOAD, SAVE, SAVE_SAMPLER = "load_weights", "save_weights", "save_weights_for_sampler"
 _ADAM = {
     "learning_rate": 1e-4,
     "beta1": 0.9,

@@ -1,7 +1,7 @@
 """What a service forgets, so that its folder does not grow for ever: answers that were kept for long enough.
 
 A command's body and answer are emptied a day after the answer was given, or once its session has ended; its number,
-its kind and its digest stay, so that it is never done again. The commands of a model are emptied up to a snapshot,
+kind, metrics and digest stay, so that it is never done again. The commands of a model are emptied up to a snapshot,
 which stays: a replay begins there. Weights go with the last that names them: a checkpoint, a sampler of that
 day, or a load that may be done again.
 """
@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from penstock.service.command_log import CommandLog, Values
+from penstock.store.command_log import CommandLog, Values
 
 KEPT_S = 24 * 3600.0
 _OVER = (  # its answer was given long ago, or its session has ended

@@ -20,9 +20,9 @@ from penstock.engine.protocol import Generation, GenerationRequest, SamplingPara
 from penstock.engine.transformers.adapters import MOST_ADAPTERS
 from penstock.engine.transformers.engine import TransformersEngine
 from penstock.errors import EngineError, UserError
-from penstock.service import wire
 from penstock.service.batches import NO_LOGPROB, check_ids, make_rows
 from penstock.service.models import Models
+from penstock.store import wire
 from penstock.types import WeightHandle
 
 MOST_SAMPLES = 1024  # of one request

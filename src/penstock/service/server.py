@@ -24,8 +24,6 @@ from penstock.config import Config
 from penstock.config.demo import resolve_model_path
 from penstock.errors import UserError
 from penstock.files import say
-from penstock.service import wire
-from penstock.service.command_log import Command
 from penstock.service.core import CREATE, SAMPLE, Busy, NotFound, ServiceCore, iterate_models
 from penstock.service.models import LOAD, SAVE, SAVE_SAMPLER
 from penstock.serving import (
@@ -38,6 +36,8 @@ from penstock.serving import (
     read_body,
     stop_signal,
 )
+from penstock.store import wire
+from penstock.store.command_log import Command
 
 _POLL_S = 25.0  # a client gives up after 45
 _CONNECTIONS, _SILENT_S, _BODY_S = 2048, 120.0, 60.0

@@ -29,6 +29,7 @@ from penstock.config.source import load_config, to_toml, validate
 from penstock.errors import RunError, UserError
 from penstock.files import existing, network_file_system, sync, write_whole
 from penstock.store import trust
+from penstock.store.command_log import FILE as COMMANDS
 from penstock.store.journal import Journal, is_empty
 
 _UNTIL = "until-step-"  # names of copies
@@ -55,6 +56,11 @@ class RunFolder:
     @property
     def journal(self) -> Path:
         return self.path / JOURNAL
+
+    @property
+    def commands(self) -> Path:
+        """The log of a service, which a run has not."""
+        return self.path / COMMANDS
 
     @property
     def metrics(self) -> Path:
@@ -383,6 +389,11 @@ def find(path: str | Path) -> RunFolder:
         if (candidate / CONFIG).is_file() or (candidate / JOURNAL).is_file():
             _check_plain(candidate)
             return RunFolder(candidate)
+        if (candidate / COMMANDS).is_file():
+            raise UserError(
+                f"run: got {str(candidate)!r}, the folder of a service, allowed for it: "
+                "penstock audit, replay, runs, dashboard, and serve to go on with it"
+            )
     raise UserError(
         f"run: got {str(path)!r}, allowed: a run folder (one that holds {JOURNAL} or {CONFIG})"
     )

@@ -42,6 +42,7 @@ from penstock.serving import (
     make_app,
     stop_signal,
 )
+from penstock.store.run_folder import find
 
 TOKEN_VARIABLE = "PENSTOCK_DASHBOARD_TOKEN"
 _COOKIE = "penstock"
@@ -112,7 +113,7 @@ class Dashboard:
         return _json(_read(self.runs.look))
 
     def _report(self, request: Request) -> Response:
-        return _html(_read(lambda: report_page([self._run(request).folder])))
+        return _html(_read(lambda: report_page([find(self._run(request).folder.path)])))
 
     def _view(self, request: Request) -> Response:
         view = VIEWS.get(request.path_params["view"])

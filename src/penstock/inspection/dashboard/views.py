@@ -25,10 +25,12 @@ from penstock.errors import PenstockError, RunError, UserError
 from penstock.inspection.compare import Comparison, compare, first_and_last
 from penstock.inspection.record import RunLine, RunRecord, read_line, read_run, take_figures
 from penstock.inspection.rollout_viewer import message_text, views_of_group
+from penstock.inspection.service import read_service
 from penstock.inspection.timeline import Interval, Lane, lanes, read_events, sessions, work_clock
 from penstock.inspection.track.console import stretches
 from penstock.inspection.track.logs import TIMELINE_FILE
 from penstock.rollout.evaluation.evaluate import SUMMARY
+from penstock.store.command_log import FILE as COMMANDS
 from penstock.store.journal import Journal
 from penstock.store.run_folder import CONFIG, JOURNAL, METRICS, ORIGIN, RunFolder
 
@@ -55,7 +57,8 @@ _STATES = ("trained", "taken", "buffered", "dropped")
 _REST = 20.0  # a reading that took a second is repeated after 20 seconds at the earliest
 _LOOK_S = 1.0  # in which a look reads new runs
 _SPARKS = 60  # points of the small curve in the list
-_FILES = (CONFIG, JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm", METRICS, ORIGIN, "lock")
+_DATABASES = [f"{name}{end}" for name in (JOURNAL, COMMANDS) for end in ("", "-wal", "-shm")]
+_FILES = (CONFIG, *_DATABASES, METRICS, ORIGIN, "lock")
 _FOLDERS = ("configs", "eval", "timeline")
 _MORE_FILES = ("rollouts.jsonl", f"timeline/{TIMELINE_FILE}")
 
@@ -93,8 +96,9 @@ class ShownRun:
             return content, 0.0
 
     def version(self) -> str:
-        """A text that changes with every step and every evaluation of the run."""
-        files = (self.folder.metrics, self.folder.evaluations / SUMMARY, self.folder.path / CONFIG)
+        """A text that changes with every step and every evaluation of a run, every command of a service."""
+        names = (CONFIG, METRICS, f"eval/{SUMMARY}", COMMANDS, f"{COMMANDS}-wal")
+        files = [self.folder.path / name for name in names]
         marks = [os.lstat(file) for file in files if os.path.lexists(file)]
         parts = [f"{mark.st_mtime_ns}.{mark.st_size}" for mark in marks]
         return "-".join([*parts, self.folder.owner()])
@@ -167,7 +171,7 @@ class ShownRuns:
 
 
 def _is_run(path: Path) -> bool:
-    return any(os.path.lexists(path / name) for name in (CONFIG, JOURNAL))
+    return any(os.path.lexists(path / name) for name in (CONFIG, JOURNAL, COMMANDS))
 
 
 def _id(path: Path) -> str:
@@ -197,10 +201,21 @@ def odd_file(folder: Path) -> str:
 
 
 def overview(folder: RunFolder) -> dict[str, Any]:
-    """The record of a run, with thinned curves and the key figures."""
+    """The record of a run, with thinned curves and the key figures; that of a service has its models' records."""
+    if folder.commands.is_file():
+        return _service_overview(folder)
     record = read_run(folder)
     shown = asdict(record) | {"figures": asdict(take_figures(record))}
     shown["steps"], shown["curves"], shown["spread"] = thin(record)
+    return shown
+
+
+def _service_overview(folder: RunFolder) -> dict[str, Any]:
+    service = read_service(folder)
+    shown = asdict(service)
+    for model, row in zip(service.models, shown["models"], strict=True):
+        row |= row.pop("record") | {"id": model.record.name}
+        row["steps"], row["curves"], row["spread"] = thin(model.record)
     return shown
 
 

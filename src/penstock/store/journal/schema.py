@@ -20,14 +20,12 @@ from penstock.errors import JournalDamaged, RunError, UserError
 from penstock.files import ScratchFolder, can_write, sync
 from penstock.store.journal.codec import ROW_CHECK, readable, row_check
 
-FORMAT = 1  # PRAGMA user_version of the file
 _LOG_HEADER = 32  # bytes of SQLite's log before its first row
 _BRIEF_S = 60.0  # the longest look
 _OPERATIONS = 1_000_000  # of SQLite between two looks at the clock
 _INDEX_PART = 32768  # bytes; SQLite makes the index of its log in such parts
 _LOG_BYTES = 16 * 2**20  # of the write-ahead log, once nobody reads what is older
-_TABLES = f"""
-BEGIN IMMEDIATE;
+_TABLES = """
 CREATE TABLE prompt_rows(
     task TEXT NOT NULL, prompt_id TEXT NOT NULL, data BLOB NOT NULL, row_check INTEGER,
     PRIMARY KEY(task, prompt_id));
@@ -101,8 +99,6 @@ CREATE VIEW calls AS
         messages, answer, tools FROM call_rows;
 CREATE VIEW tools AS
     SELECT rollout_id, seed, call_id, group_id, name, begun_at, ended_at, outcome, result FROM tool_rows;
-PRAGMA user_version = {FORMAT};
-COMMIT;
 """
 
 
@@ -113,10 +109,15 @@ class Schema:
     name: str
     place: str
     tables: str
-    format: int
+    format: int  # PRAGMA user_version of the file
+
+    @property
+    def script(self) -> str:
+        """What makes the tables of a new file, all or none."""
+        return f"BEGIN IMMEDIATE;{self.tables}PRAGMA user_version = {self.format}; COMMIT;"
 
 
-JOURNAL = Schema("journal", "the journal.db of a run folder", _TABLES, FORMAT)
+JOURNAL = Schema("journal", "the journal.db of a run folder", _TABLES, 1)
 
 
 def open_database(
@@ -136,7 +137,7 @@ def open_database(
             _end_after(database, _BRIEF_S)
         version = _format_of(database)
         if version == 0 and not readonly:
-            database.executescript(kind.tables)
+            database.executescript(kind.script)
         elif version != kind.format:
             raise RunError(
                 f"{kind.name} {path}: got format {version}, allowed: {kind.format}; another version "
@@ -173,7 +174,7 @@ def _make_file(path: Path, kind: Schema) -> None:
     for old in path.parent.glob(f"{draft.name}*"):
         old.unlink()
     database = _connect_to_write(draft)
-    database.executescript(kind.tables)
+    database.executescript(kind.script)
     database.close()  # moves SQLite's log into the file and syncs it
     draft.rename(path)
     sync(path.parent)
@@ -274,5 +275,5 @@ def _changed_definitions(database: sqlite3.Connection, kind: Schema) -> list[str
 @functools.cache
 def _definitions(kind: Schema) -> dict[str, str]:
     with closing(sqlite3.connect(":memory:")) as fresh:
-        fresh.executescript(kind.tables)
+        fresh.executescript(kind.script)
         return dict(fresh.execute(_DEFINITIONS))

@@ -63,16 +63,19 @@ function route() {
   if (!saved) document.title = line ? `${line.name} · Penstock` : "Penstock dashboard";
   if (!line) return showNothing();
   if (line.state === "refused") return byId("page").replaceChildren(html("p", { class: "absent" }, line.note));
-  current = VIEWS[state.tab](line.id);
+  current = (line.service ? serviceView : VIEWS[state.tab])(line.id);
   byId("page").replaceChildren(runHead(line), current.node);
   byId("page").scrollTop = 0;
-  document.querySelector(".tabs .on").scrollIntoView({ block: "nearest", inline: "center" });
+  document.querySelector(".tabs .on")?.scrollIntoView({ block: "nearest", inline: "center" });
   current.draw?.();
 }
 
 function showNothing() {
   const first = listed()[0];
-  if (first && !phone()) return location.replace(`#/run/${first.id}`);
+  if (first && !phone()) {
+    history.replaceState(null, "", `#/run/${first.id}`); // at once: a key that is pressed now is for this run
+    return route();
+  }
   const empty = state.complete && !state.lines.size;
   const text = empty ? "No run in this folder yet. Start one with: penstock train" : "Choose a run.";
   byId("page").replaceChildren(html("p", { class: "absent" }, text));

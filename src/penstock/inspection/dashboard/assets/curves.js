@@ -119,7 +119,7 @@ function followPointer(picture, rule, drawn, x, options) {
       .map((one) => [one, one.points.find((point) => point.x === step)])
       .filter(([, point]) => point)
       .map(([one, point]) => [`run-${one.run} ${one.dashed ? "dash" : ""} ${one.dashed === "dotted" ? "dotted" : ""}`, one.label, pointText(point)]);
-    showTip(event, `step ${step}`, rows);
+    showTip(event, `${options.x ?? "step"} ${step}`, rows);
   });
   picture.addEventListener("pointerleave", () => {
     rule.setAttribute("visibility", "hidden");

@@ -27,8 +27,14 @@ function heldOutNow(line) {
   return newest ? `held out ${newest[1]}` : "";
 }
 
+function serviceFacts(line) {
+  const { model, models, waiting, last } = line.service;
+  const facts = [`${models} ${models === 1 ? "model" : "models"} of ${model}`, `${waiting} waiting, last ${last || "command: none"} ${ago(line.changed_at)}`];
+  return html("span", { class: "row-facts" }, html("span", {}, facts[0]), html("span", { class: "soft" }, facts[1]));
+}
+
 function runRow(line) {
-  const box = html("input", { type: "checkbox", disabled: saved ? "" : null, "aria-label": `choose ${line.name} for a comparison`, title: "Compare (x)" });
+  const box = html("input", { type: "checkbox", disabled: saved || line.service ? "" : null, "aria-label": `choose ${line.name} for a comparison`, title: "Compare (x)" });
   box.checked = state.chosen.includes(line.id);
   box.addEventListener("input", () => choose(line.id));
   const steps = line.total_steps ? `${line.steps} / ${line.total_steps}` : String(line.steps);
@@ -42,6 +48,8 @@ function runRow(line) {
     html("span", { class: "row-head" }, html("span", { class: "row-name" }, line.name), findings, chip(line.state)),
     line.note
       ? html("span", { class: "row-note" }, line.note)
+      : line.service
+      ? serviceFacts(line)
       : html(
           "span",
           { class: "row-body" },
@@ -63,7 +71,7 @@ function runRow(line) {
 function listed() {
   const words = state.filter.toLowerCase().split(/\s+/).filter(Boolean);
   const keeps = (line) => words.every((word) => `${line.name} ${line.state} ${line.held_out}`.toLowerCase().includes(word));
-  const rank = (line) => (line.state === "training" ? 0 : 1);
+  const rank = (line) => (["training", "serving"].includes(line.state) ? 0 : 1);
   return [...state.lines.values()].filter(keeps).sort((a, b) => rank(a) - rank(b) || b.changed_at - a.changed_at);
 }
 
@@ -89,7 +97,7 @@ function moveCursor(by) {
 }
 
 function choose(id) {
-  if (saved) return; // a report compares all of its runs
+  if (saved || !state.lines.has(id) || state.lines.get(id).service) return; // a report compares all of its runs
   if (state.chosen.includes(id)) state.chosen = state.chosen.filter((one) => one !== id);
   else state.chosen = [...state.chosen, id].slice(-MOST_COMPARED);
   drawList();

@@ -11,15 +11,22 @@ const TABS = [
 
 // The sections of a view read these.
 let runs = [];
-let several = false;
+let several = false; // they share the charts, and have a row each in one table
+// What `runs` are: the models of a service are drawn as runs that are compared.
+const KINDS = {
+  run: { charts: CHARTS, rows: figureRows, head: "Run", absent: "No step is done yet." },
+  model: { charts: MODEL_CHARTS, rows: modelRows, head: "Model", absent: "No model is made yet." },
+};
+let kind = KINDS.run;
 const shownRuns = () => runs.filter((run) => run.shown);
 const LONG_RUN = 150; // runs of more steps show smoothed curves, with the raw curve faint behind
 const view = { smoothing: 0, chosen: false };
 
-function takeRuns(records) {
-  const hidden = new Set(runs.filter((run) => !run.shown).map((run) => run.id));
-  runs = records.map((record, index) => ({ ...record, index: index % MOST_COMPARED, shown: !hidden.has(record.id) }));
-  several = runs.length > 1;
+function takeRuns(records, name) {
+  const before = new Map(runs.map((run) => [run.id, run.shown]));
+  runs = records.map((record, i) => ({ ...record, index: (record.index ?? i) % MOST_COMPARED, shown: before.get(record.id) ?? i < MOST_COMPARED }));
+  kind = KINDS[name];
+  several = runs.length > 1 || name === "model";
   if (!view.chosen) view.smoothing = Math.max(...runs.map((run) => run.steps.length)) > LONG_RUN ? 0.9 : 0;
 }
 
@@ -28,8 +35,8 @@ document.addEventListener("input", (event) => {
 });
 
 function runHead(line) {
-  const report = saved ? null : html("a", { class: "button", href: `/report/${line.id}`, target: "_blank", rel: "noopener" }, "Report");
-  const tabs = TABS.map(([name, text], i) =>
+  const report = saved || line.service ? null : html("a", { class: "button", href: `/report/${line.id}`, target: "_blank", rel: "noopener" }, "Report");
+  const tabs = (line.service ? [] : TABS).map(([name, text], i) =>
     html("a", { href: `#/run/${line.id}/${name}`, class: state.tab === name ? "on" : "", title: `${text} (${i + 1})`, "aria-current": state.tab === name ? "page" : false }, text),
   );
   return html(
@@ -45,9 +52,9 @@ const reading = () => html("p", { class: "absent" }, "Reading …");
 // -- overview -----------------------------------------------------------------------------------
 
 // Sections are built again only when another chart appears; a new step redraws the charts in place.
-function overviewView(run, get = () => read(`/api/run/${run}/overview`).then((found) => found && [found])) {
+function overviewView(run, get = () => read(`/api/run/${run}/overview`).then((found) => found && [found]), name = "run") {
   const top = html("div", {}, reading());
-  const charts = html("div", {});
+  const curves = html("div", {});
   let drawn = "";
   let waiting = 0;
 
@@ -55,21 +62,20 @@ function overviewView(run, get = () => read(`/api/run/${run}/overview`).then((fo
     clearTimeout(waiting);
     const records = await get();
     if (!records || !top.isConnected) return;
-    takeRuns(records);
-    const settings = Object.entries(runs[0].settings);
+    takeRuns(records, name);
     top.replaceChildren(
       ...[
-        several ? null : html("dl", { class: "settings" }, ...settings.map(([name, value]) => html("div", {}, html("dt", {}, name), html("dd", {}, value)))),
+        several ? null : settingList(runs[0].settings),
         ...notices(),
         findingsSection(),
-        runs.some((one) => one.steps.length) || several ? keyFigures() : html("p", { class: "absent" }, "No step is done yet."),
+        runs.some((one) => one.steps.length) || (several && runs.length) ? keyFigures() : html("p", { class: "absent" }, kind.absent),
       ].filter(Boolean),
     );
-    const names = CHARTS.filter((chart) => pointsOf(chart).some((point) => point.y !== 0)).map((chart) => chart.name);
+    const names = kind.charts.filter((chart) => pointsOf(chart).some((point) => point.y !== 0)).map((chart) => chart.name);
     const shape = JSON.stringify([names, dataShown().map((chart) => chart.title), runs.map((one) => one.id)]);
     if (shape !== drawn) {
       figures.length = 0;
-      charts.replaceChildren(...[names.length ? learningSection() : null, dataSection()].filter(Boolean));
+      curves.replaceChildren(...[names.length ? learningSection() : null, dataSection()].filter(Boolean));
       drawn = shape;
     }
     redraw();
@@ -79,7 +85,7 @@ function overviewView(run, get = () => read(`/api/run/${run}/overview`).then((fo
   load();
   // a report can be read from top to bottom
   const samples = saved && run ? section("Samples", null, samplesView(run).node) : null;
-  return { node: html("div", {}, top, charts, samples), update: load };
+  return { node: html("div", {}, top, curves, samples), update: load };
 }
 
 // -- journal ------------------------------------------------------------------------------------

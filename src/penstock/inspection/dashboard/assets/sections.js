@@ -87,7 +87,7 @@ const pointsOf = (chart) => runs.flatMap((run) => seriesOf(chart, run).flatMap((
 const ALWAYS_DRAWN = ["accuracy", "reward/mean"];
 
 function learningSection() {
-  const logged = CHARTS.filter((chart) => pointsOf(chart).length);
+  const logged = kind.charts.filter((chart) => pointsOf(chart).length);
   const drawn = logged.filter((chart) => ALWAYS_DRAWN.includes(chart.name) || pointsOf(chart).some((point) => point.y !== 0));
   const cards = drawn.map((chart) =>
     card(
@@ -105,7 +105,7 @@ function learningSection() {
   );
   const names = (charts) => charts.map((chart) => chart.title.toLowerCase()).join(", ");
   const lines = [
-    ["Not logged", CHARTS.filter((chart) => !logged.includes(chart))],
+    ["Not logged", kind.charts.filter((chart) => !logged.includes(chart))],
     ["Always 0", logged.filter((chart) => !drawn.includes(chart))],
   ].filter(([, charts]) => charts.length);
   const note = lines.length ? html("p", { class: "quiet-text" }, lines.map(([why, charts]) => `${why}: ${names(charts)}.`).join(" ")) : null;
@@ -165,6 +165,9 @@ function notices() {
   return [html("aside", { class: "notice" }, html("strong", {}, "Not everything is here"), html("ul", {}, ...lines.map((line) => html("li", {}, line))))];
 }
 
+const settingList = (settings) =>
+  html("dl", { class: "settings" }, ...Object.entries(settings).map(([name, value]) => html("div", {}, html("dt", {}, name), html("dd", {}, value))));
+
 function change(value, text = number) {
   if (!value) return ["–"];
   return [html("span", { class: "from" }, `${text(value.first)} → `), text(value.last)];
@@ -199,10 +202,10 @@ function keyFigures() {
 
 // Table of several runs: a row per run, with its figures; a click hides a run.
 function comparison() {
-  const columns = [...new Set(runs.flatMap((run) => figureRows(run).map(([name]) => name)))];
-  const head = ["Run", ...columns].map((name) => html("th", { scope: "col" }, name));
+  const columns = [...new Set(runs.flatMap((run) => kind.rows(run).map(([name]) => name)))];
+  const head = [kind.head, ...columns].map((name) => html("th", { scope: "col" }, name));
   const body = runs.map((run) => {
-    const values = Object.fromEntries(figureRows(run));
+    const values = Object.fromEntries(kind.rows(run));
     const box = html("input", { type: "checkbox", checked: "" });
     box.addEventListener("input", () => {
       run.shown = box.checked;

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import UserError
 from penstock.service.batches import dense
-from penstock.service.wire import decode, decode_head, encode
+from penstock.store.wire import decode, decode_head, encode
 
 # written by the protobuf package from the SDK's own messages
 REQUEST = bytes.fromhex(

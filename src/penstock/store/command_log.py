@@ -2,13 +2,15 @@
 
 A command is committed before it is promised, its answer before it is given; so a kill at any moment leaves each
 command without an answer (it runs again from the same state) or with the one that the client gets. Rows carry
-a checksum. The file is written by one thread; a file of another format is refused.
+a checksum. The file is written by one thread; a file of another format is refused. Bodies and results are the
+last columns: a look at the others does not read through them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -17,32 +19,32 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import RunError
+from penstock.store import wire
 from penstock.store.journal.schema import Schema, named_errors, open_database
 
 FILE = "commands.db"
-FORMAT = 2  # PRAGMA user_version of the file
-_TABLES = f"""
-BEGIN IMMEDIATE;
+FORWARD_BACKWARD, OPTIM_STEP = "forward_backward", "optim_step"  # kinds whose answers have metrics
+_TABLES = """
 CREATE TABLE facts(name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE sessions(
     session_id TEXT PRIMARY KEY, owner TEXT NOT NULL, begun_at REAL NOT NULL, ended_at REAL) WITHOUT ROWID;
 CREATE TABLE commands(
     number INTEGER PRIMARY KEY, line TEXT NOT NULL, seq INTEGER NOT NULL, owner TEXT NOT NULL,
-    kind TEXT NOT NULL, body BLOB NOT NULL, at REAL NOT NULL,
+    kind TEXT NOT NULL, at REAL NOT NULL,
     outcome TEXT,                   -- done | failed; NULL: it has no answer yet
-    result BLOB, digest TEXT, done_at REAL, runs INTEGER NOT NULL DEFAULT 0,
+    digest TEXT, done_at REAL, runs INTEGER NOT NULL DEFAULT 0,
     emptied INTEGER NOT NULL DEFAULT 0,  -- 1: body and result were kept long enough
-    row_check TEXT NOT NULL, result_check TEXT, UNIQUE(line, seq));
+    metrics TEXT,                   -- those of the result, which stay
+    row_check TEXT NOT NULL, result_check TEXT,
+    body BLOB NOT NULL, result BLOB, UNIQUE(line, seq));
 CREATE TABLE checkpoints(
     path TEXT PRIMARY KEY, model_id TEXT NOT NULL, owner TEXT NOT NULL, folder TEXT NOT NULL,
     digest TEXT NOT NULL, kind TEXT NOT NULL, size_bytes INTEGER NOT NULL, at REAL NOT NULL,
     expires_at REAL, metadata TEXT) WITHOUT ROWID;
 CREATE TABLE samplers(
     sampler_id TEXT PRIMARY KEY, owner TEXT NOT NULL, model_path TEXT, folder TEXT, digest TEXT) WITHOUT ROWID;
-PRAGMA user_version = {FORMAT};
-COMMIT;
 """
-_LOG = Schema("command log", f"the {FILE} of a service's folder", _TABLES, FORMAT)
+_LOG = Schema("command log", f"the {FILE} of a service's folder", _TABLES, 3)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -84,9 +86,10 @@ class CommandLog:
     @classmethod
     @contextmanager
     def look(cls, path: Path) -> Iterator[CommandLog]:
-        """The log for a moment, also that of a live service; nothing is written, and no query runs for ever."""
+        """The log at one moment, also that of a live service; nothing is written, and no query runs for ever."""
         with closing(cls(path, readonly=True, brief=True)) as log:
             with named_errors(path, "be read", _LOG):
+                log.query("BEGIN")
                 yield log
 
     def close(self) -> None:
@@ -132,10 +135,12 @@ class CommandLog:
 
     def answer(self, command: Command, outcome: str, result: bytes, digest: str | None) -> None:
         """Write the answer of a command, which never changes."""
+        metrics = _metrics_of(command.kind, result) if outcome == "done" else None
+        check = _check(outcome, result, digest, metrics)
         done = self.query(
-            "UPDATE commands SET outcome = ?, result = ?, digest = ?, done_at = ?, result_check = ? "
-            "WHERE number = ? AND outcome IS NULL RETURNING number",
-            (outcome, result, digest, time.time(), _check(outcome, result, digest), command.number),
+            "UPDATE commands SET outcome = ?, result = ?, digest = ?, metrics = ?, done_at = ?, "
+            "result_check = ? WHERE number = ? AND outcome IS NULL RETURNING number",
+            (outcome, result, digest, metrics, time.time(), check, command.number),
         )
         if not done:
             raise RunError(f"command log: {command.request_id} was answered twice")
@@ -151,10 +156,10 @@ class CommandLog:
 
     def empty(self, where: str, values: Values) -> None:
         """Drop bodies and results of answered commands; what is left of them has its checksums."""
-        columns = "number, line, seq, owner, kind, outcome, digest"
+        columns = "number, line, seq, owner, kind, outcome, digest, metrics"
         sql = f"SELECT {columns} FROM commands WHERE NOT emptied AND {where}"
-        for number, *row, outcome, digest in self.query(sql, values):
-            checks = _check(*row, b""), _check(outcome, b"", digest)
+        for number, *row, outcome, digest, metrics in self.query(sql, values):
+            checks = _check(*row, b""), _check(outcome, b"", digest, metrics)
             self.query(
                 "UPDATE commands SET body = x'', result = x'', row_check = ?, result_check = ?, "
                 "emptied = 1 WHERE number = ?",
@@ -174,10 +179,10 @@ class CommandLog:
 
     def damaged(self) -> Iterator[str]:
         """Name the commands that are not what was written."""
-        columns = "line, seq, owner, kind, body, outcome, result, digest, row_check, result_check"
+        columns = "line, seq, owner, kind, body, outcome, result, digest, metrics, row_check, result_check"
         for row in self._file.execute(f"SELECT {columns} FROM commands ORDER BY number"):
-            answer = _check(*row[5:8]) if row[5] is not None else None
-            if (_check(*row[:5]), answer) != row[8:]:
+            answer = _check(*row[5:9]) if row[5] is not None else None
+            if (_check(*row[:5]), answer) != row[9:]:
                 yield f"{row[0]}#{row[1]}"
 
 
@@ -195,6 +200,19 @@ def _command(row: tuple[Any, ...]) -> Command:
         digest=digest,
         emptied=bool(emptied),
     )
+
+
+def _metrics_of(kind: str, result: bytes) -> str | None:
+    """The numbers in an answer, as JSON; null for one that is not finite."""
+    if kind not in (FORWARD_BACKWARD, OPTIM_STEP):
+        return None
+    answer = (
+        wire.decode("ForwardBackwardOutput", result)
+        if kind == FORWARD_BACKWARD
+        else json.loads(result)
+    )
+    metrics = answer.get("metrics", {}).items()
+    return json.dumps({name: value if math.isfinite(value) else None for name, value in metrics})
 
 
 def _check(*values: object) -> str:
