@@ -26,8 +26,6 @@ OWNED = {
     "workers/ray/agents.py ActorAgentLoop._start": "`_relay` notes its fault; a cancel has no answer",
     "workers/ray/placement.py Placement.start_actor": "awaited, its error raised",
     "model/transfer.py _copiers": "`_copy_bytes` waits for every copy and raises its error",
-    "workers/pool/weights.py Loads.together": "gathered, the first error raised; `_leave` keeps the late ones",
-    "workers/pool/weights.py Loads._leave": "`_catch_up` restarts the engine on any error; `close` ends it",
     "rollout/agent_loop.py AgentLoop.generate_group.isolated": "awaited; its error fails the rollout",
     "rollout/producer.py Producer.run": "gathered; the first error is raised to the loop",
     "rollout/strategy.py ProduceStrategy.produce_batch": "waits for an event, cancelled at the end",

@@ -129,8 +129,8 @@ class Loop:
     async def _update_engine(self, engine: InferenceEngine, handle: WeightHandle) -> None:
         if not self._job.config.launch.colocate:
             await self._pause_producer()
-        digest = await engine.update_weights(handle.version, handle)
-        self._job.newest_version.advance(handle.version, digest)
+        await engine.update_weights(handle.version, handle)
+        self._job.source.weights_updated(handle.version)
         self._job.source.resume()
 
     async def _pause_producer(self) -> None:

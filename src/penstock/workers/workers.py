@@ -172,7 +172,6 @@ async def start_workers(
             restarting.renewed,
             slots=pool_settings.max_slots,
             update=pool_settings.update,
-            may_leave=config.may_leave_engines(),
             shares_gpu=takes_turns,
         )
         if takes_turns:

@@ -193,29 +193,6 @@ def test_a_stop_during_the_start_leaves_no_task(tick: int) -> None:
         assert result.violations == [], (seed, result.lives)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_no_publication_waits_for_an_engine_that_is_slow_to_load(seed: int) -> None:
-    """At max_staleness 1 every publication waited for the one before to reach all engines: 41 s instead of 12."""
-    settings = {
-        **PLAIN,
-        "train.steps": 6,
-        "produce.strategy": "async",
-        "produce.max_staleness": 1,
-        "produce.over_sample_threshold": 0.0,
-        "engine.update": "together",
-        "sync.every_steps": 1,
-        "sync.on_update": "keep",
-        "eval.tasks": {},
-    }
-    undisturbed = run_seed(seed, settings=settings, faults=[])
-    slow = [at("slow", "engine-1", "update_weights", "begun")]
-    result = run_seed(seed, settings=settings, faults=slow)
-    assert result.happened
-    assert "engine-1: it is late with new weights; the others go on alone" in result.notes
-    assert result.violations == undisturbed.violations == []
-    assert result.seconds < undisturbed.seconds + 1.0
-
-
 def test_an_update_that_vanishes_is_found() -> None:
     """About one schedule in 500 finds it: an engine stalls after the update, and the trainer dies."""
     stall = at("stall", "engine-0", "stats", "begun", 3, seconds=40.0)

@@ -30,7 +30,7 @@ from penstock.workers.pool.requests import (
     Scheduler,
     empty_answer,
 )
-from penstock.workers.pool.weights import Loads, NewestWeights, NodeCopies, Renew
+from penstock.workers.pool.weights import NewestWeights, NodeCopies, Renew
 from penstock.workers.supervise.supervised import Call, Restarts, Supervised, SupervisionCallbacks
 
 T = TypeVar("T")
@@ -65,16 +65,13 @@ class EnginePool:
         *,
         slots: int = 0,
         update: UpdateOrder = "together",
-        may_leave: bool = False,
         shares_gpu: bool = False,
     ) -> None:
         """Build the pool of workers that have started.
 
-        events: told when the first engine has new weights (requests that come from then on go only to engines
-        that have them), and when an engine has confirmed weights by its answer or by tokens sampled from them.
+        events: told when an engine has confirmed weights, by its answer or by tokens sampled from them.
         make: returns a further engine, by its index. copies: one copy of the weights per node.
         renew: publishes weights again that cannot be read. slots: requests that an engine runs at once; 0: ask it.
-        may_leave: whether publications go on without an engine that is late with the ones before.
         shares_gpu: with the trainer: engines wake, start and load in their turn.
         """
         if not supervised:
@@ -82,7 +79,6 @@ class EnginePool:
         self._events, self._make = events, make
         self._weights = NewestWeights(copies, renew, events.confirmed)
         self._update = update
-        self._loads, self._may_leave = Loads(self._catch_up, events.note), may_leave
         self._engines: list[Engine] = []
         self._asks_for_slots = not slots
         self._scheduler = Scheduler(self._engines, slots or UNKNOWN_SLOTS)
@@ -93,7 +89,6 @@ class EnginePool:
             until_one_serves=self._until_one_serves,
             note=events.note,
         )
-        self._least_version = 0  # the oldest weights that new requests may be generated with
         self._after_update: list[Callable[[], Awaitable[None]]] = []  # called once
         self._scaling = asyncio.Lock()
         self._switching = asyncio.Lock()  # held to load weights, to join, to fall asleep, to wake
@@ -138,8 +133,6 @@ class EnginePool:
         """Move an engine to another state and update its requests; the only place that does so."""
         assert state in MOVES[engine.state], f"{engine.state} -> {state}"
         engine.state, engine.reason = state, reason
-        if engine.loaded is not None:
-            engine.version = engine.loaded[0]
         engine.serves = state is EngineState.SERVING
         if state is EngineState.RETIRED:
             self._scheduler.count_retired()
@@ -235,8 +228,6 @@ class EnginePool:
                 if engine.state is not EngineState.STARTING:
                     return
                 await self._weights.load_newest(engine, engine.supervised.call)
-                if self._weights.is_ahead and engine.loaded is not None:
-                    self._tell_first_loaded(*engine.loaded)
                 if self._asleep:
                     await engine.supervised.call("pause", "wait")
                     await engine.supervised.call("sleep")
@@ -312,11 +303,9 @@ class EnginePool:
         await self._take_back(engine)  # skipped if the run is ending (cancelled)
 
     def _least_busy(self) -> Engine | None:
-        """The least busy engine with the newest weights, if it is not the only one."""
+        """The least busy engine, if it is not the only one."""
         serving = self._in(EngineState.SERVING)
-        newest = max((engine.version for engine in serving), default=0)
-        able = [engine for engine in serving if engine.version == newest]
-        return min(able, key=lambda engine: engine.tokens) if len(able) > 1 else None
+        return min(serving, key=lambda engine: engine.tokens) if len(serving) > 1 else None
 
     async def _take_back(self, engine: Engine) -> None:
         async def take_back() -> None:
@@ -341,7 +330,7 @@ class EnginePool:
     def generate_many(
         self, requests: list[GenerationRequest]
     ) -> Coroutine[Any, Any, list[Generation]]:
-        return self._requests.generate_many(requests, self._least_version)
+        return self._requests.generate_many(requests)
 
     async def abort(self, request_id: str) -> None:
         await self._requests.abort(request_id)
@@ -426,8 +415,7 @@ class EnginePool:
         all_stats = await self._at_least_one(
             lambda: self._each(self._stats_of, self._in(EngineState.SERVING))
         )
-        in_time = [stats for stats in all_stats if stats.policy_version >= self._least_version]
-        oldest = min(in_time or all_stats, key=lambda stats: stats.policy_version)
+        oldest = min(all_stats, key=lambda stats: stats.policy_version)
         all_stats += await self._each(self._stats_of, self._in(EngineState.ASIDE))
         return EngineStats(
             policy_version=oldest.policy_version,
@@ -447,7 +435,6 @@ class EnginePool:
             if engine.state not in ENDED:
                 self._move(engine, EngineState.DEAD, f"{engine.name}: it was closed")
         await asyncio.gather(*(engine.supervised.close() for engine in self._engines))
-        await self._loads.close()
         await self._requests.aborts_sent()
 
     def _end_waiting(self) -> None:
@@ -515,14 +502,10 @@ class EnginePool:
     # ---- weights
 
     async def update_weights(self, version: int, source: WeightHandle) -> str:
-        """Load weights into the engines that serve, together or one after another (`rolling`).
-
-        Together: nobody waits for an engine that is late, if `may_leave` (`weights.py`).
-        """
+        """Load weights into all engines that serve, together or one after another (`rolling`)."""
         assert version == source.version
         self._weights.publish(source)
         digests = await self._at_least_one(lambda: self._weights.renewing(self._load_all))
-        self._least_version = max(self._least_version, version)
         callbacks, self._after_update = self._after_update, []
         for callback in callbacks:
             await callback()
@@ -536,55 +519,13 @@ class EnginePool:
         async with self._switching_with_gpu():
             handle = self._weights.handle
             assert handle is not None
+            call = partial(self._load_into, handle)
             engines = self._in(EngineState.SERVING)
-            is_together = self._update == "together"
-            rounds = [engines] if is_together else [[engine] for engine in engines]
-            may_leave = self._may_leave and is_together and self._may_be_late(handle)
-            load = partial(self._load_into, handle)
-            tells = is_together or self._weights.is_ahead
-            tell = partial(self._tell_first_loaded, handle.version) if tells else None
-            digests = [
-                await self._loads.together(some, load, tell, may_leave=may_leave) for some in rounds
-            ]
-            return [digest for loaded in digests for digest in loaded]
+            rounds = [engines] if self._update == "together" else [[engine] for engine in engines]
+            return [digest for some in rounds for digest in await self._each(call, some)]
 
-    async def _load_into(self, handle: WeightHandle, engine: Engine) -> list[str]:
-        """Load weights into one engine; return its digest, or nothing if it died."""
-        call = engine.supervised.call
-        digests = await self._answer_of(lambda e: self._weights.load(e, handle, call), engine)
-        self._note_version(engine)
-        return digests
-
-    def _may_be_late(self, handle: WeightHandle) -> bool:
-        """Whether a late reader costs no GPU memory: one more copy of the weights is kept for it."""
-        where = handle.location
-        return not self._shares_gpu and not (isinstance(where, dict) and where.get("device"))
-
-    async def _catch_up(self, engine: Engine, loading: asyncio.Task[list[str]]) -> None:
-        """Await a late load, then load what was published since; restart an engine that cannot."""
-        with contextlib.suppress(RunError):  # such as WeightsGone; newer weights are tried next
-            await loading
-        try:
-            while engine.state is EngineState.SERVING and not self._weights.are_in(engine):
-                await self._weights.renewing(
-                    lambda: self._weights.load_newest(engine, engine.supervised.call)
-                )
-                self._note_version(engine)
-        except WorkerDied:
-            self._lost(engine)
-        except RunError as error:
-            await self._end(engine, error)
-
-    def _note_version(self, engine: Engine) -> None:
-        if engine.loaded is not None:
-            engine.version = engine.loaded[0]
-            self._requests.bind_queued()
-
-    def _tell_first_loaded(self, version: int, digest: str) -> None:
-        """From now on requests go only to engines that have this version."""
-        if version > self._least_version:
-            self._least_version = version
-            self._events.first_loaded(version, digest)
+    async def _load_into(self, handle: WeightHandle, engine: Engine) -> str:
+        return await self._weights.load(engine, handle, engine.supervised.call)
 
     @contextlib.asynccontextmanager
     async def _switching_with_gpu(self) -> AsyncIterator[None]:

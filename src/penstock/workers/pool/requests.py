@@ -54,7 +54,6 @@ class PromptBatch:
 
     size: int  # number of requests
     tokens: int  # the most that the requests can hold, prompts and responses
-    least_version: int = 0  # version of the oldest weights that may generate this work
     holder: int | None = None  # the engine that made the session's last response
     engine: int | None = None  # the engine that the work is bound to
     is_queued: bool = False
@@ -86,7 +85,6 @@ class EngineLoad:
     """One engine as the scheduler sees it."""
 
     serves: bool = True  # whether the engine takes work
-    version: int = 0  # policy version of its weights
     slots: int = 0  # requests that it runs at once; 0: as many as every engine
     requests: int = 0  # requests bound to it
     tokens: int = 0  # tokens of these requests
@@ -212,17 +210,17 @@ class Scheduler:
         if work.holder is not None and not self.held:
             holder = self.engines[work.holder]
             is_free = holder.requests < (holder.slots or self.slots)
-            if holder.serves and holder.version >= work.least_version and is_free:
+            if holder.serves and is_free:
                 return work.holder
-        chosen = None if self.held else self._least_busy(work.least_version)
+        chosen = None if self.held else self._least_busy()
         if chosen is not None and chosen.pace and chosen.refused < _REFUSALS:
             least_pace = self._least_pace(work)
             if chosen.pace < least_pace:
                 chosen.refused += 1
-                chosen = self._least_busy(work.least_version, least_pace)
+                chosen = self._least_busy(least_pace)
         return None if chosen is None else self.engines.index(chosen)
 
-    def _least_busy(self, least_version: int, least_pace: float = 0.0) -> EngineLoad | None:
+    def _least_busy(self, least_pace: float = 0.0) -> EngineLoad | None:
         """The engine with a free slot that would finish its tokens first.
 
         One that is not measured yet counts as fast as the average. More is bound than can run, by the share
@@ -235,12 +233,8 @@ class Scheduler:
         if len(self.engines) - self._num_retired == 1:
             per_slot = math.inf
         for engine in self.engines:
-            if not engine.serves or engine.version < least_version:
-                continue
-            if (
-                engine.requests >= (engine.slots or slots) * per_slot
-                or 0 < engine.pace < least_pace
-            ):
+            is_full = engine.requests >= (engine.slots or slots) * per_slot
+            if not engine.serves or is_full or 0 < engine.pace < least_pace:
                 continue
             seconds = engine.tokens / (engine.speed or average)
             if seconds < least_s:
@@ -248,14 +242,11 @@ class Scheduler:
         return chosen
 
     def _least_pace(self, work: PromptBatch) -> float:
-        """The pace below which the other engines would finish the queue before one response is made.
-
-        Engines with weights that are too old for this work finish nothing of it.
-        """
+        """The pace below which the other engines would finish the queue before one response is made."""
         slots, fastest, together = self.slots, 0.0, 0.0
         for engine in self.engines:
             pace = engine.pace
-            if pace and engine.serves and engine.version >= work.least_version:
+            if pace and engine.serves:
                 together += pace * (engine.slots or slots)
                 if pace > fastest:
                     fastest = pace
@@ -352,21 +343,18 @@ class Requests:
         self._aborting: set[asyncio.Task[None]] = set()
         self._slow: set[int] = set()  # engines that the user was told of
 
-    async def generate_many(
-        self, requests: list[GenerationRequest], least_version: int
-    ) -> list[Generation]:
+    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
         """Generate the responses of one prompt on one engine, and if it dies, on another.
 
         Requests of several prompts, or more than an engine runs at once, are generated in parts.
         """
         parts = self._parts(requests)
         if len(parts) != 1:
-            return await self._generate_parts(requests, parts, least_version)
+            return await self._generate_parts(requests, parts)
         session = requests[0].session
         batch = PromptBatch(
             size=len(requests),
             tokens=sum(request.num_tokens for request in requests),
-            least_version=least_version,
             holder=self._holders.get(session),
             left=requests,
         )
@@ -416,10 +404,10 @@ class Requests:
         ]
 
     async def _generate_parts(
-        self, requests: list[GenerationRequest], parts: list[list[int]], least_version: int
+        self, requests: list[GenerationRequest], parts: list[list[int]]
     ) -> list[Generation]:
         batches = ([requests[place] for place in part] for part in parts)
-        answers = await asyncio.gather(*(self.generate_many(b, least_version) for b in batches))
+        answers = await asyncio.gather(*(self.generate_many(batch) for batch in batches))
         results: dict[int, Generation] = {}
         for places, part in zip(parts, answers, strict=True):
             results.update(zip(places, part, strict=True))
