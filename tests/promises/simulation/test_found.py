@@ -175,8 +175,9 @@ def test_an_agent_that_failed_before_a_pause_is_not_continued_with_its_spent_cal
 
 def test_tokens_confirm_weights_whose_load_was_never_answered() -> None:
     """They were trained, the run stopped, and no engine had confirmed the weights that they name."""
-    result = run_seed(2656)
-    assert any("lose engine-0" in fault for fault in result.happened)
+    lost = at("lose", "engine-0", "update_weights", "done", 2)
+    result = run_seed(2656, faults=[lost, then("kill", "trainer", 29.0)])
+    assert len(result.happened) == 2
     assert "stuck: engine-0 has not answered sync" in result.lives[0]
     assert result.violations == [], result.lives
 
