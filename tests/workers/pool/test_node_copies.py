@@ -27,6 +27,7 @@ from penstock.types import WeightHandle
 from penstock.waits import Waits
 from penstock.weights.protocol import Endpoint
 from penstock.weights.shared_memory import SharedMemorySync
+from penstock.workers.part_factories import DISTRIBUTOR
 from penstock.workers.pool import weights as pool_weights
 from penstock.workers.pool.weights import NodeCopies
 from penstock.workers.processes.process_worker import ProcessWorker
@@ -380,7 +381,7 @@ class Site:
         self.started.append(node)
         worker = self._workers[node] = await ProcessWorker.start(
             name,
-            "penstock.workers.part_factories:distributor_part",
+            DISTRIBUTOR,
             folder,
             node,
             "127.0.0.1",
