@@ -244,7 +244,6 @@ def join_parts(
         waits=base.waits,
         log=tracker.log_eval,
         note=note,
-        set_aside=workers.set_aside,
     )
     return Job(
         config=config,

@@ -1,4 +1,4 @@
-"""A pool whose engines die, are drained, set aside, paused, or slow.
+"""A pool whose engines die, are drained, paused, or slow.
 
 Every request gets exactly one answer: the whole response, or the tokens so far if its caller
 aborted it.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +50,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.names, self.version, self.paused = 0, 0, False
         self.loaded = 0
         self.updating: asyncio.Task[str] | None = None
-        self.lending: AbstractAsyncContextManager[Any] | None = None
         self.deaths = 0
 
     def _engine(self, pace: float) -> PacedEngine:
@@ -185,19 +182,6 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.clock.run(_result(self.updating)) == f"digest-{self.version}"
             self.updating = None
 
-    @precondition(lambda self: self.lending is None and len(self._up()) > 1)
-    @rule()
-    def set_aside(self) -> None:
-        self.clock.run(self.pool.stats())  # notices deaths: another engine has to be alive
-        self.lending = self.pool.set_aside()
-        assert self.clock.run(self.lending.__aenter__()) is not None
-
-    @precondition(lambda self: self.lending is not None)
-    @rule()
-    def take_back(self) -> None:
-        self.clock.run(self.lending.__aexit__(None, None, None))
-        self.lending = None
-
     def teardown(self) -> None:
         if hasattr(self, "clock"):
             try:
@@ -208,8 +192,6 @@ class PoolMachine(RuleBasedStateMachine):
     def _end(self) -> None:
         if self.paused:
             self.resume()
-        if self.lending is not None:
-            self.take_back()
         self._finish_update()
         self.clock.run(self._all_answered())
         for one in self.asked:

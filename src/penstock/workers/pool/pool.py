@@ -15,16 +15,14 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from penstock.engine.protocol import EngineStats, Generation, GenerationRequest, PauseMode
-from penstock.errors import EngineError, EnginesLost, PartFailed, RunError, UserError, WorkerDied
+from penstock.errors import EngineError, EnginesLost, PartFailed, UserError, WorkerDied
 from penstock.types import WeightHandle
 from penstock.waits import WaitKind
 from penstock.workers.pool.requests import (
     ENDED,
     MOVES,
-    WORKING,
     Engine,
     EngineState,
-    LentEngine,
     PromptBatch,
     Requests,
     Scheduler,
@@ -44,12 +42,10 @@ class EnginePool:
     starting   no worker serves: it died, or was just added. The supervision starts a worker, loads the
                newest weights (`_prepare`) and moves it to serving (`_join`), or gives it up: dead.
     serving    takes requests. A call that finds the worker dead moves it to starting.
-    set aside  lent to one user: keeps its weights and takes no requests of the pool. `set_aside` moves it
-               there and back; if it dies, it is starting, and then serves the pool.
     dead       the supervision gave up, or the engine failed in this process. Final.
     retired    drained by `scale`. Final.
 
-    Asleep is a state of the whole pool (`sleep`, `release_gpu`, `wake`): working engines hold no GPU memory and no request
+    Asleep is a state of the whole pool (`sleep`, `release_gpu`, `wake`): serving engines hold no GPU memory and no request
     is bound. An engine that is back meanwhile goes to sleep too.
 
     Requests wait for: room at an engine, or one that serves. Woken by: answers, engines that join or resume.
@@ -143,7 +139,7 @@ class EnginePool:
 
     def _lost(self, engine: Engine) -> None:
         """Note that a call found the worker dead, unless its successor serves already."""
-        if engine.state in WORKING and engine.supervised.worker is None:
+        if engine.serves and engine.supervised.worker is None:
             self._move(engine, EngineState.STARTING)
 
     def _given_up(self, engine: Engine) -> None:
@@ -179,7 +175,7 @@ class EnginePool:
     @contextlib.asynccontextmanager
     async def _reserve_start(self, engine: Engine) -> AsyncIterator[None]:
         """Wait until the trainer has released the GPU, then reserve this engine's start."""
-        if engine.state in WORKING:
+        if engine.serves:
             self._move(engine, EngineState.STARTING)
         await self._reserve_gpu(engine)
         try:
@@ -280,48 +276,6 @@ class EnginePool:
             self._end_start(engine)
         engine.supervised.retire("it was drained")
 
-    # ---- set aside
-
-    @contextlib.asynccontextmanager
-    async def set_aside(self) -> AsyncIterator[LentEngine | None]:
-        """Lend the least busy engine, which keeps its weights while the others get newer ones.
-
-        Yield None if no other engine would serve. At the end it loads the newest weights and serves.
-        """
-        async with self._switching:
-            engine = self._least_busy()
-            if engine is not None:
-                self._move(engine, EngineState.ASIDE)
-        if engine is None:
-            yield None
-            return
-        try:
-            yield LentEngine(engine, self._ask, self._stats_of)
-        except RunError:
-            await self._take_back(engine)
-            raise
-        await self._take_back(engine)  # skipped if the run is ending (cancelled)
-
-    def _least_busy(self) -> Engine | None:
-        """The least busy engine, if it is not the only one."""
-        serving = self._in(EngineState.SERVING)
-        return min(serving, key=lambda engine: engine.tokens) if len(serving) > 1 else None
-
-    async def _take_back(self, engine: Engine) -> None:
-        async def take_back() -> None:
-            async with self._switching_with_gpu():
-                if engine.state is EngineState.ASIDE:
-                    await self._weights.load_newest(engine, engine.supervised.call)
-                if engine.state is EngineState.ASIDE:  # the engine did not die during the load
-                    self._move(engine, EngineState.SERVING)
-
-        try:
-            await self._weights.renewing(take_back)
-        except WorkerDied:
-            self._lost(engine)
-        except EngineError as error:
-            await self._end(engine, error)
-
     # ---- requests
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -362,24 +316,24 @@ class EnginePool:
     async def start(self) -> None:
         """Ask the engines, which the launcher has started, how many requests each runs at once."""
         if self._asks_for_slots:
-            await self._each(self._stats_of, self._in(*WORKING))
+            await self._each(self._stats_of, self._in(EngineState.SERVING))
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Pause all engines. Requests that wait for an engine stay queued, or end (`abort`)."""
         self._scheduler.hold(True)
         if mode == "abort":
             self._end_waiting()
-        await self._at_least_one(lambda: self._call_working("pause", mode))
+        await self._at_least_one(lambda: self._call_serving("pause", mode))
 
     async def resume(self) -> None:
         self._scheduler.hold(False)
-        await self._call_working("resume")  # an engine that is back later is not paused
+        await self._call_serving("resume")  # an engine that is back later is not paused
         self._requests.bind_queued()
 
     async def sleep(self) -> None:
         async with self._switching:
             self._asleep = True
-        await self._call_working("sleep")  # dead engines need not answer: they hold no GPU memory
+        await self._call_serving("sleep")  # dead engines need not answer: they hold no GPU memory
 
     async def release_gpu(self) -> None:
         """Finish running requests and sleep until `wake`; let no engine start or load meanwhile.
@@ -391,8 +345,8 @@ class EnginePool:
             self._gpu_released.clear()
             self._asleep = True
         await self._until_none_starts()
-        await self._call_working("pause", "wait")
-        await self._call_working("sleep")
+        await self._call_serving("pause", "wait")
+        await self._call_serving("sleep")
         await self._until_none_starts()  # `scale` may have begun to drain one meanwhile
 
     async def _until_none_starts(self) -> None:
@@ -408,7 +362,7 @@ class EnginePool:
         self.trainer_released_gpu()
         async with self._switching:
             self._asleep = False
-            await self._call_working("wake")
+            await self._call_serving("wake")
 
     async def stats(self) -> EngineStats:
         """Sums; the version is the oldest one that new requests are sampled with."""
@@ -416,7 +370,6 @@ class EnginePool:
             lambda: self._each(self._stats_of, self._in(EngineState.SERVING))
         )
         oldest = min(all_stats, key=lambda stats: stats.policy_version)
-        all_stats += await self._each(self._stats_of, self._in(EngineState.ASIDE))
         return EngineStats(
             policy_version=oldest.policy_version,
             digest=oldest.digest,
@@ -465,9 +418,9 @@ class EnginePool:
     async def _is_alive(self, engine: Engine) -> bool:
         return bool(await self._each(self._stats_of, [engine]))
 
-    async def _call_working(self, method: str, *args: Any) -> list[Any]:
+    async def _call_serving(self, method: str, *args: Any) -> list[Any]:
         return await self._each(
-            lambda engine: engine.supervised.call(method, *args), self._in(*WORKING)
+            lambda engine: engine.supervised.call(method, *args), self._in(EngineState.SERVING)
         )
 
     async def _at_least_one(self, call: Callable[[], Awaitable[list[T]]]) -> list[T]:

@@ -8,8 +8,7 @@ is never moved (docs/workers.md has the measurements). A choice looks at every e
 a prompt.
 
 `Requests` acts. Requests of a dead engine are retried on another one, or wait for the first that serves again, so a
-death costs time and no group. An engine that was set aside serves one user alone (`LentEngine`). Which
-state an engine is in is decided by `pool.py`.
+death costs time and no group. Which state an engine is in is decided by `pool.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from penstock.engine.protocol import EngineStats, FinishReason, Generation, GenerationRequest
-from penstock.errors import EngineError, RunError, WorkerDied
+from penstock.engine.protocol import FinishReason, Generation, GenerationRequest
+from penstock.errors import RunError
 from penstock.types import WeightHandle
 from penstock.workers.supervise.supervised import Supervised
 
@@ -263,17 +262,14 @@ class EngineState(StrEnum):
 
     STARTING = "starting"
     SERVING = "serving"
-    ASIDE = "set aside"
     DEAD = "dead"
     RETIRED = "retired"
 
 
-WORKING = (EngineState.SERVING, EngineState.ASIDE)  # states of an engine with a worker
 ENDED = (EngineState.DEAD, EngineState.RETIRED)
 MOVES = {
     EngineState.STARTING: {EngineState.SERVING, *ENDED},
-    EngineState.SERVING: {EngineState.STARTING, EngineState.ASIDE, *ENDED},
-    EngineState.ASIDE: {EngineState.STARTING, EngineState.SERVING, *ENDED},
+    EngineState.SERVING: {EngineState.STARTING, *ENDED},
     EngineState.DEAD: set(),
     EngineState.RETIRED: set(),
 }
@@ -523,31 +519,3 @@ class Requests:
     async def aborts_sent(self) -> None:
         """Wait for the aborts of cancelled callers."""
         await asyncio.gather(*self._aborting, return_exceptions=True)
-
-
-class LentEngine:
-    """One engine that was set aside; its death is an EngineError to its user."""
-
-    def __init__(
-        self, engine: Engine, ask: Ask, stats: Callable[[Engine], Awaitable[EngineStats]]
-    ) -> None:
-        """stats: raises WorkerDied if the engine has died."""
-        self._engine, self._ask, self._stats = engine, ask, stats
-
-    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-        generations, died = await self._ask(self._engine, requests)
-        if died:
-            raise EngineError(f"{self._engine.name}: it died with {len(requests)} requests")
-        return generations
-
-    async def abort(self, request_id: str) -> None:
-        await abort_on(self._engine, [request_id])
-
-    async def stats(self) -> EngineStats:
-        """Wait for a worker that is being restarted, then ask it."""
-        try:
-            if self._engine.supervised.worker is None:
-                await self._engine.supervised.ready()
-            return await self._stats(self._engine)
-        except WorkerDied as error:
-            raise EngineError(str(error)) from error
