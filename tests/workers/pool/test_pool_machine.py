@@ -19,7 +19,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.run.twin.virtual_time import VirtualClock
 from penstock.types import WeightHandle, expand_segments
-from penstock.workers.pool.requests import ENDED
 from stages.paced_engine import PacedEngine, length_of, logprobs_of, request_of, tokens_of
 from stages.supervised import EngineCrew
 
@@ -116,10 +115,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _down(self) -> list[int]:
         engines = self.pool._engines
-        return [e.index for e in engines if self.engines[e.index].dead and e.state not in ENDED]
+        return [e.index for e in engines if self.engines[e.index].dead and not e.ended]
 
     def _last(self) -> int:
-        return max(e.index for e in self.pool._engines if e.state not in ENDED)
+        return max(e.index for e in self.pool._engines if not e.ended)
 
     @precondition(lambda self: any(i != self._last() for i in self._up()) and len(self.engines) < 6)
     @rule(pace=st.sampled_from([0.01, 0.2]))

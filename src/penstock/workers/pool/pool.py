@@ -19,7 +19,6 @@ from penstock.errors import EngineError, EnginesLost, PartFailed, UserError, Wor
 from penstock.types import WeightHandle
 from penstock.waits import WaitKind
 from penstock.workers.pool.requests import (
-    ENDED,
     MOVES,
     Engine,
     EngineState,
@@ -42,8 +41,7 @@ class EnginePool:
     starting   no worker serves: it died, or was just added. The supervision starts a worker, loads the
                newest weights (`_prepare`) and moves it to serving (`_join`), or gives it up: dead.
     serving    takes requests. A call that finds the worker dead moves it to starting.
-    dead       the supervision gave up, or the engine failed in this process. Final.
-    retired    drained by `scale`. Final.
+    dead       the supervision gave up, the engine failed in this process, or `scale` drained it. Final.
 
     Asleep is a state of the whole pool (`sleep`, `release_gpu`, `wake`): serving engines hold no GPU memory and no request
     is bound. An engine that is back meanwhile goes to sleep too.
@@ -119,8 +117,8 @@ class EnginePool:
 
     @property
     def count(self) -> int:
-        """The number of engines that are neither dead nor retired."""
-        return len(self._engines) - len(self._in(*ENDED))
+        """The number of engines that are not dead."""
+        return len(self._engines) - len(self._in(EngineState.DEAD))
 
     def _in(self, *states: EngineState) -> list[Engine]:
         return [engine for engine in self._engines if engine.state in states]
@@ -130,8 +128,7 @@ class EnginePool:
         assert state in MOVES[engine.state], f"{engine.state} -> {state}"
         engine.state, engine.reason = state, reason
         engine.serves = state is EngineState.SERVING
-        if state is EngineState.RETIRED:
-            self._scheduler.count_retired()
+        engine.ended = state is EngineState.DEAD
         if not self._in(EngineState.SERVING):
             self._requests.unqueue_all()
         self._requests.bind_queued()
@@ -143,7 +140,7 @@ class EnginePool:
             self._move(engine, EngineState.STARTING)
 
     def _given_up(self, engine: Engine) -> None:
-        if engine.state not in ENDED:
+        if not engine.ended:
             self._move(engine, EngineState.DEAD, str(engine.supervised.given_up))
 
     async def _end(self, engine: Engine, error: Exception) -> None:
@@ -243,9 +240,9 @@ class EnginePool:
         if count < 1 or self._make is None:
             raise UserError(f"producers: got {count}, allowed: 1 or more, in a run with workers")
         async with self._scaling:
-            now = [engine for engine in self._engines if engine.state not in ENDED]
+            now = [engine for engine in self._engines if not engine.ended]
             for engine in now[count:]:
-                if engine.state not in ENDED:  # it may have died while another was drained
+                if not engine.ended:  # it may have died while another was drained
                     await self._drain(engine)
             return [await self._add(self._make) for _ in range(count - len(now))]
 
@@ -266,7 +263,7 @@ class EnginePool:
 
     async def _drain(self, engine: Engine) -> None:
         """Let the engine's running requests finish, then close it."""
-        self._move(engine, EngineState.RETIRED)
+        self._move(engine, EngineState.DEAD, f"{engine.name}: it was drained")
         self._starts.add(engine)
         try:
             with contextlib.suppress(EngineError, WorkerDied):  # a dead engine ends the same way
@@ -385,7 +382,7 @@ class EnginePool:
         self._requests.close()
         self._end_waiting()
         for engine in self._engines:
-            if engine.state not in ENDED:
+            if not engine.ended:
                 self._move(engine, EngineState.DEAD, f"{engine.name}: it was closed")
         await asyncio.gather(*(engine.supervised.close() for engine in self._engines))
         await self._requests.aborts_sent()

@@ -84,6 +84,7 @@ class EngineLoad:
     """One engine as the scheduler sees it."""
 
     serves: bool = True  # whether the engine takes work
+    ended: bool = False  # it never takes work again
     slots: int = 0  # requests that it runs at once; 0: as many as every engine
     requests: int = 0  # requests bound to it
     tokens: int = 0  # tokens of these requests
@@ -100,7 +101,6 @@ class Scheduler:
         """engines: by their index; more may be added, and each may cease to serve."""
         self.engines = engines
         self.slots = slots  # requests that an engine runs at once if it does not say
-        self._num_retired = 0  # engines that never take work again
         self.held = False
         self.waiting = 0  # requests in the queue
         self.running = 0  # requests that are bound
@@ -114,10 +114,6 @@ class Scheduler:
         """Note how many requests an engine runs at once; for engines that do not say, the fewest count."""
         self.engines[index].slots = slots
         self.slots = min(engine.slots for engine in self.engines if engine.slots)
-
-    def count_retired(self) -> None:
-        """Note that one engine more never takes work again."""
-        self._num_retired += 1
 
     def hold(self, held: bool) -> None:
         """Bind nothing while `held`."""
@@ -229,7 +225,7 @@ class Scheduler:
         chosen, least_s = None, math.inf
         slots, average = self.slots, self._speed or 1.0
         per_slot = _AHEAD / max(_LEAST_FILL, self._fill or _UNKNOWN_FILL)
-        if len(self.engines) - self._num_retired == 1:
+        if sum(not engine.ended for engine in self.engines) == 1:
             per_slot = math.inf
         for engine in self.engines:
             is_full = engine.requests >= (engine.slots or slots) * per_slot
@@ -263,15 +259,12 @@ class EngineState(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
     DEAD = "dead"
-    RETIRED = "retired"
 
 
-ENDED = (EngineState.DEAD, EngineState.RETIRED)
 MOVES = {
-    EngineState.STARTING: {EngineState.SERVING, *ENDED},
-    EngineState.SERVING: {EngineState.STARTING, *ENDED},
+    EngineState.STARTING: {EngineState.SERVING, EngineState.DEAD},
+    EngineState.SERVING: {EngineState.STARTING, EngineState.DEAD},
     EngineState.DEAD: set(),
-    EngineState.RETIRED: set(),
 }
 
 
@@ -342,11 +335,13 @@ class Requests:
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
         """Generate the responses of one prompt on one engine, and if it dies, on another.
 
-        Requests of several prompts, or more than an engine runs at once, are generated in parts.
+        More requests than an engine runs at once are generated in parts.
         """
-        parts = self._parts(requests)
-        if len(parts) != 1:
-            return await self._generate_parts(requests, parts)
+        most = self._scheduler.slots
+        if not 0 < len(requests) <= most:
+            parts = [requests[start : start + most] for start in range(0, len(requests), most)]
+            answers = await asyncio.gather(*map(self.generate_many, parts))
+            return [answer for part in answers for answer in part]
         session = requests[0].session
         batch = PromptBatch(
             size=len(requests),
@@ -384,30 +379,6 @@ class Requests:
         if batch.left:
             batch.end("error", error="engine pool: it is closed")
         return [batch.done[request.request_id] for request in requests]
-
-    def _parts(self, requests: list[GenerationRequest]) -> list[list[int]]:
-        """The places of the requests that go to one engine together: of one prompt, not too many."""
-        shared, slots = requests[0].prompt_ids if requests else None, self._scheduler.slots
-        if 0 < len(requests) <= slots and all(r.prompt_ids is shared for r in requests):
-            return [list(range(len(requests)))]  # a group, as most calls
-        prompts: dict[bytes, list[int]] = {}
-        for place, request in enumerate(requests):
-            prompts.setdefault(request.prompt_ids.tobytes(), []).append(place)
-        return [
-            places[start : start + slots]
-            for places in prompts.values()
-            for start in range(0, len(places), slots)
-        ]
-
-    async def _generate_parts(
-        self, requests: list[GenerationRequest], parts: list[list[int]]
-    ) -> list[Generation]:
-        batches = ([requests[place] for place in part] for part in parts)
-        answers = await asyncio.gather(*(self.generate_many(batch) for batch in batches))
-        results: dict[int, Generation] = {}
-        for places, part in zip(parts, answers, strict=True):
-            results.update(zip(places, part, strict=True))
-        return [results[place] for place in range(len(requests))]
 
     async def _bind(self, batch: PromptBatch, *, first: bool) -> bool:
         """Wait until the batch is bound to an engine; False if it left the queue. Waits for: a slot."""
