@@ -340,8 +340,8 @@ class Requests:
         most = self._scheduler.slots
         if not 0 < len(requests) <= most:
             parts = [requests[start : start + most] for start in range(0, len(requests), most)]
-            answers = await asyncio.gather(*map(self.generate_many, parts))
-            return [answer for part in answers for answer in part]
+            made = await asyncio.gather(*map(self.generate_many, parts))
+            return [generation for part in made for generation in part]
         session = requests[0].session
         batch = PromptBatch(
             size=len(requests),
