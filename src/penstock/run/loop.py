@@ -130,6 +130,7 @@ class Loop:
         if not self._job.config.launch.colocate:
             await self._pause_producer()
         await engine.update_weights(handle.version, handle)
+        await self._job.trainer.engines_loaded()
         self._job.source.weights_updated(handle.version)
         self._job.source.resume()
 

@@ -83,7 +83,6 @@ class EnginePool:
             until_one_serves=self._until_one_serves,
             note=events.note,
         )
-        self._after_update: list[Callable[[], Awaitable[None]]] = []  # called once
         self._scaling = asyncio.Lock()
         self._switching = asyncio.Lock()  # held to load weights, to join, to fall asleep, to wake
         self._gpu_released = asyncio.Event()  # not set: the trainer holds the GPU
@@ -456,14 +455,7 @@ class EnginePool:
         assert version == source.version
         self._weights.publish(source)
         digests = await self._at_least_one(lambda: self._weights.renewing(self._load_all))
-        callbacks, self._after_update = self._after_update, []
-        for callback in callbacks:
-            await callback()
         return digests[0]
-
-    def after_next_update(self, callback: Callable[[], Awaitable[None]]) -> None:
-        """Await `callback` when the next weights are loaded."""
-        self._after_update.append(callback)
 
     async def _load_all(self) -> list[str]:
         async with self._switching_with_gpu():
