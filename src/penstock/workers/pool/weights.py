@@ -1,4 +1,4 @@
-"""The weights of a pool: the newest ones, a copy of them on every node, and how several engines load them.
+"""The weights of a pool: the newest ones, and a copy of them on every node.
 
 `NodeCopies` brings weights to the nodes of the engines first; the trainer is asked to publish weights
 again that can no longer be read. Which engines load, and what happens to one that dies in a load, belongs

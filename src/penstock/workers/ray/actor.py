@@ -197,7 +197,7 @@ class ActorWorker:
         self.node, self.address = where.node, where.address
         self.pid, self.free_port = where.pid, where.free_port
         self._actor = actor
-        self._end: asyncio.Task[Any] = asyncio.ensure_future(_awaited(actor.forever.remote()))
+        self._end: asyncio.Task[Any] = asyncio.ensure_future(actor.forever.remote())
         self._end.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     @classmethod
@@ -309,7 +309,3 @@ def as_actor(part: type, options: dict[str, Any]) -> Any:
 
 def _packed(value: Any) -> bytes:
     return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-
-
-async def _awaited(reference: Any) -> Any:
-    return await reference
