@@ -44,6 +44,7 @@ from penstock.types import WeightHandle
 from penstock.waits import Waits
 from penstock.weights.in_process import InProcessSync
 from penstock.weights.shared_memory import SharedMemorySync
+from penstock.workers.part_factories import DISTRIBUTOR
 from penstock.workers.pool.weights import NodeCopies
 from penstock.workers.processes.process_worker import ProcessWorker
 from penstock.workers.supervise.supervised import SupervisionCallbacks
@@ -184,11 +185,10 @@ class Nodes:
                 self.copies.place_engine(index, "here" if kind == "collective" else apart)
 
     async def _spawn(self, name: str, node: str, folder: str) -> ProcessWorker:
-        part = "penstock.workers.part_factories:distributor_part"
         log = self._logs / f"{name}.log"
         settings = (folder, node, "127.0.0.1", self._delta)
         how: dict[str, Any] = {"log_path": log, "threads": 1, "timeout_s": 120}
-        return await ProcessWorker.start(name, part, *settings, **how)
+        return await ProcessWorker.start(name, DISTRIBUTOR, *settings, **how)
 
     def received(self) -> int:
         """Return the bytes that the nodes have received since the last call."""

@@ -17,7 +17,6 @@ STARTS = ("create_task", "ensure_future", "Thread", "ThreadPoolExecutor")
 OWNED = {
     # awaited in the same function, or in the one that cancels it
     "rollout/evaluation/evaluate.py _play": "a TaskGroup, the first error raised",
-    "rollout/evaluation/evaluate.py Evaluations.begin": "the loop's TaskGroup",
     "rollout/evaluation/score.py _in_order": "a TaskGroup",
     "run/job.py _load_and_launch": "awaited before it returns, or cancelled by a stop",
     "workers/workers.py all_or_first_error": "gathered, also after an error",
@@ -26,13 +25,12 @@ OWNED = {
     "workers/ray/agents.py ActorAgentLoop._start": "`_relay` notes its fault; a cancel has no answer",
     "workers/ray/placement.py Placement.start_actor": "awaited, its error raised",
     "model/transfer.py _copiers": "`_copy_bytes` waits for every copy and raises its error",
-    "workers/pool/weights.py Loads.together": "gathered, the first error raised; `_leave` keeps the late ones",
-    "workers/pool/weights.py Loads._leave": "`_catch_up` restarts the engine on any error; `close` ends it",
     "rollout/agent_loop.py AgentLoop.generate_group.isolated": "awaited; its error fails the rollout",
     "rollout/producer.py Producer.run": "gathered; the first error is raised to the loop",
     "rollout/strategy.py ProduceStrategy.produce_batch": "waits for an event, cancelled at the end",
     "run/loop.py Loop.run": "the loop's TaskGroup",
     "run/loop.py Loop._publish": "the loop's TaskGroup",
+    "run/loop.py Loop._start_evaluation": "the loop's TaskGroup",
     "run/session.py StopSignals.run": "awaited before it returns",
     "workers/supervise/trainer.py RankGroup._each": "gathered, the first error raised",
     "workers/supervise/trainer.py RankGroup.ended": "gathered, the first end returned",

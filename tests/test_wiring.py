@@ -164,7 +164,7 @@ def test_records_and_oneself_may_be_assigned() -> None:
 def test_a_field_that_holds_a_function_is_no_data() -> None:
     fields = record_fields()
     assert "score" in fields
-    assert not {"first_loaded", "confirmed", "start_agent"} & fields
+    assert not {"confirmed", "start_agent"} & fields
 
 
 @pytest.mark.parametrize(

@@ -69,12 +69,8 @@ def test_weights_of_another_version_than_the_step_are_not_published() -> None:
     async def publish() -> WeightHandle:
         return WeightHandle(version=1, digest="d", kind="in_process")
 
-    pinned = asyncio.Event()
-    pinned.set()
-
     job = SimpleNamespace(
         trainer=SimpleNamespace(publish=publish),
-        evaluations=SimpleNamespace(pinned=pinned),
         journal=SimpleNamespace(record_published=lambda version, digest: published.append(version)),
     )
     loop = Loop(job, first_step=2)  # type: ignore[arg-type]

@@ -190,7 +190,9 @@ class Shift(Crew):
 
     async def publish(self, trainer: ColocatedTrainer) -> str:
         handle = await trainer.publish()
-        return await trainer._engines.update_weights(handle.version, handle)
+        digest = await trainer._engines.update_weights(handle.version, handle)
+        await trainer.engines_loaded()
+        return digest
 
     async def end(self, engines: EnginePool) -> None:
         await self.supervised.close()

@@ -94,7 +94,7 @@ class EngineCrew(Play):
     def __init__(
         self, engines: Sequence[Any], *, told: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        """told: callbacks of the pool, such as `first_loaded`."""
+        """told: callbacks of the pool, such as `confirmed`."""
         super().__init__()
         self.events = replace(self.events, **(told or {}))
         self.engines = list(engines)

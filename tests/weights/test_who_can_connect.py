@@ -58,7 +58,7 @@ def test_a_store_and_its_group_listen_on_their_address_alone() -> None:
 
 def test_a_distributor_listens_on_its_address_and_serves_nobody_without_its_token() -> None:
     before = listening()
-    distributor = Distributor(address="127.0.0.1")
+    distributor = Distributor("", "", "127.0.0.1", False)
     assert listening() - before == {LOOPBACK}
     endpoint = asyncio.run(distributor.endpoint())
     for token in ("", endpoint.token[:-1], "ü"):

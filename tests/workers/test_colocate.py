@@ -256,7 +256,7 @@ def test_an_engine_that_dies_and_is_back_before_the_others_are_through_ends_noth
         first.drained.set()
         await pausing
         await engines.resume()
-        made = await engines.generate_many([request("a" * n) for n in range(1, 5)])
+        made = await asyncio.gather(*(engines.generate(request("a" * n)) for n in range(1, 5)))
         assert {one.finish_reason for one in made} == {"stop"}
         assert again.calls
         await engines.close()

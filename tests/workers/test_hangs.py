@@ -201,7 +201,7 @@ async def an_evaluation(stage: WatchdogStage) -> None:
         log=lambda *args: None,
         note=lambda text: None,
     )
-    await evaluations._one(FakeEngine(), task, 4)
+    await evaluations._one(task, 4)
 
 
 @hangs(WaitKind.RESTART, "nothing has moved for 60 s: driver waits for restart (engine-0)")

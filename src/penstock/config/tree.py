@@ -163,15 +163,6 @@ class Config(Section):
             return self.engine
         return self.engine.model_copy(update={"max_slots": 0})
 
-    def may_leave_engines(self) -> bool:
-        """Whether publications may go on without a late engine: if every task may run ahead.
-
-        What a late engine samples counts by the version of its weights. It gets no request that needs
-        newer ones, and a step waits for the responses that the next step could not train any more.
-        """
-        tasks = [self.task_produce(task) for task in self.tasks]
-        return all(produce.staleness_bound > 0 for produce in tasks)
-
     @model_validator(mode="before")
     @classmethod
     def _inherit_prompts(cls, tree: Any) -> Any:

@@ -7,7 +7,6 @@ decodes text only to find stop strings, and never scores what it generates. Impo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 PauseMode = Literal["abort", "wait", "keep"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 Fetch = Callable[[WeightHandle], "Iterable[tuple[str, torch.Tensor]]"]  # reads named weights
-SetAside = Callable[[], AbstractAsyncContextManager[Any]]  # lends one engine of several, or None
 
 
 @pickled_by_position

@@ -6,7 +6,6 @@ needs when it is built, so nothing is set from outside later (tests/test_wiring.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -58,28 +57,6 @@ class BatchSource(Protocol):
         return ProducerSnapshot()
 
 
-class NewestVersion:
-    """The newest weights that engines have loaded. Made before the workers, which advance it."""
-
-    def __init__(self) -> None:
-        self.value = 0
-        self._followers: list[Callable[[int], None]] = []
-
-    def follow(self, follower: Callable[[int], None]) -> None:
-        """Call `follower` whenever a version is loaded."""
-        self._followers.append(follower)
-
-    def advance(self, version: int, digest: str = "") -> None:
-        """Tell of a version: when the first engines have loaded it, and again when all have but late ones.
-
-        An older version changes nothing: a trainer that was restarted since is past it.
-        """
-        if version >= self.value:
-            self.value = version
-            for follower in self._followers:
-                follower(version)
-
-
 class Status:
     """What a run does now, for those who show it."""
 
@@ -123,8 +100,7 @@ class Foundation:
     notes: Notes
     waits: Waits
     journal: Journal
-    newest_version: NewestVersion
-    events: SupervisionCallbacks  # what workers tell of; ends in the other four
+    events: SupervisionCallbacks  # what workers tell of; ends in the other three
 
 
 def lay_foundation(folder: RunFolder, notes: Notes, closing: AsyncExitStack) -> Foundation:
@@ -132,15 +108,11 @@ def lay_foundation(folder: RunFolder, notes: Notes, closing: AsyncExitStack) -> 
     waits = Waits()
     journal = Journal.open(folder.journal, waits=waits)
     closing.callback(journal.close)
-    newest_version = NewestVersion()
     events = SupervisionCallbacks(
         waits=waits,
         note=notes.add,
         log=partial(append_to_log, folder.logs),
-        first_loaded=newest_version.advance,
         confirmed=partial(journal.record_confirmed, "engine"),
         replaced=journal.record_published,
     )
-    return Foundation(
-        notes=notes, waits=waits, journal=journal, newest_version=newest_version, events=events
-    )
+    return Foundation(notes=notes, waits=waits, journal=journal, events=events)

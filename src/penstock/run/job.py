@@ -53,7 +53,7 @@ from penstock.rollout.evaluation.evaluate import (
     choose_problems,
 )
 from penstock.rollout.taught import taught
-from penstock.run.foundation import BatchSource, Foundation, NewestVersion, Status, lay_foundation
+from penstock.run.foundation import BatchSource, Foundation, Status, lay_foundation
 from penstock.run.run_data import RunData, count_steps, duplicates, left_behind, overlaps
 from penstock.run.stop_rules import StopRules
 from penstock.store.checkpoint import CheckpointStore
@@ -90,7 +90,6 @@ class Job:
     source: BatchSource
     status: Status
     notes: Notes
-    newest_version: NewestVersion
     journal: Journal
     checkpoints: CheckpointStore
     evaluations: Evaluations
@@ -124,7 +123,7 @@ class Job:
             return
         self.journal.record_published(version, digest)
         self.journal.record_confirmed("trainer", version, digest)
-        self.newest_version.advance(version)
+        self.source.weights_updated(version)
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
@@ -213,7 +212,6 @@ def join_parts(
     tracker: in the place of those that the config names.
     """
     status, note = Status(source, base.waits), base.notes.add
-    base.newest_version.follow(source.weights_updated)
     findings = LiveFindings(
         folder, config, total_steps, note=note, last_failure=status.last_failure
     )
@@ -246,7 +244,6 @@ def join_parts(
         waits=base.waits,
         log=tracker.log_eval,
         note=note,
-        set_aside=workers.set_aside,
     )
     return Job(
         config=config,
@@ -259,7 +256,6 @@ def join_parts(
         source=source,
         status=status,
         notes=base.notes,
-        newest_version=base.newest_version,
         journal=base.journal,
         checkpoints=checkpoints,
         evaluations=evaluations,

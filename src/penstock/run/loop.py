@@ -33,6 +33,7 @@ class Loop:
         self._tasks: asyncio.TaskGroup
         self._training: asyncio.Task[StepReport] | None = None
         self._updating: asyncio.Task[None] | None = None
+        self._evaluating: asyncio.Task[None] | None = None
         self._tokens_before = 0
         self._metrics: dict[str, float] = {}  # of the newest step
 
@@ -52,7 +53,6 @@ class Loop:
                 if self.step < job.total_steps:
                     job.tracker.note(f"ended after step {self.step}: {reason}")
                 await self._settle()
-                await job.evaluations.finished()
                 producing.cancel()
             job.status.doing("done")
         finally:
@@ -129,8 +129,9 @@ class Loop:
     async def _update_engine(self, engine: InferenceEngine, handle: WeightHandle) -> None:
         if not self._job.config.launch.colocate:
             await self._pause_producer()
-        digest = await engine.update_weights(handle.version, handle)
-        self._job.newest_version.advance(handle.version, digest)
+        await engine.update_weights(handle.version, handle)
+        await self._job.trainer.engines_loaded()
+        self._job.source.weights_updated(handle.version)
         self._job.source.resume()
 
     async def _pause_producer(self) -> None:
@@ -140,23 +141,18 @@ class Loop:
             await self._job.source.pause(abort=on_update == "abort")
 
     async def _start_evaluation(self) -> None:
-        waits = self._job.config.eval.blocking
-        colocated = self._job.config.launch.colocate  # its engines sleep while a step trains
-        evaluating = self._job.evaluations.begin(
-            self._tasks,
-            self.step,
-            after=self._updating,
-            beside=not waits and not colocated and self.step < self._job.total_steps,
-        )
-        if waits:
+        after = [task for task in (self._evaluating, self._updating) if task is not None]
+        work = self._job.evaluations.evaluate(self.step, after)
+        self._evaluating = self._tasks.create_task(work, name="evaluate")
+        if self._job.config.eval.blocking:
             self._job.status.doing(f"evaluating after step {self.step}")
-            await evaluating
+            await self._evaluating
 
     async def _settle(self) -> None:
         """Wait until weights may be replaced: the last are loaded (`workers/pool/weights.py`), no evaluation needs them."""
-        if self._updating is not None:
-            await self._updating
-        await self._job.evaluations.pinned.wait()
+        for task in (self._updating, self._evaluating):
+            if task is not None:
+                await task
 
     def _met_rule(self) -> str:
         return self._job.stop_rules.met(self._metrics, self._job.findings.open)

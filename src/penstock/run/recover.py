@@ -366,4 +366,4 @@ async def _agree_on_weights(job: Job) -> None:
         await job.engine.update_weights(version, handle)  # each engine confirms them
     else:
         job.journal.record_confirmed("engine", version, digest)
-    job.newest_version.advance(version)
+    job.source.weights_updated(version)

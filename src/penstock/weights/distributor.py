@@ -117,6 +117,7 @@ BUCKET_BYTES = 32 * 2**20
 _CONNECTIONS = 2  # that share the buckets of one copy, as one core carries less than most links do
 _ENCODERS = min(16, os.cpu_count() or 1)  # threads
 _MOST_REQUEST_BYTES = 1 << 16
+_TIMEOUT_S = 10.0  # of one bucket
 _FRAME = struct.Struct("<cQ")  # what follows, and its size
 _WHOLE, _DELTA, _GONE = b"W", b"D", b"G"  # a bucket, its delta, why the weights cannot be sent
 Identity = tuple[int, str]  # version and digest of weights
@@ -135,19 +136,11 @@ class Version:
 class Distributor:
     """Consumes a publication of another node, produces the same publication on this node."""
 
-    def __init__(
-        self,
-        folder: str = "",
-        *,
-        node: str = "",
-        address: str = "127.0.0.1",
-        timeout_s: float = 10,
-        sends_deltas: bool = False,
-    ) -> None:
-        """`folder`: that of a dead predecessor, whose weights are kept. `timeout_s`: of one bucket."""
+    def __init__(self, folder: str, node: str, address: str, sends_deltas: bool) -> None:
+        """`folder`: that of a dead predecessor, whose weights are kept; empty: there was none."""
         self._folder = ScratchFolder(Path(folder)) if folder else weight_folder()
         self._sync = SharedMemorySync(self._folder.path, node=node)
-        self._node, self._timeout_s = node, timeout_s
+        self._node = node
         self._held: Version | None = None  # the newest weights of this node
         self._holding = threading.Lock()
         self._progress = 0  # grows with every bucket that was received
@@ -219,7 +212,7 @@ class Distributor:
         self, source: WeightHandle, sender: Endpoint, base: Version | None, first: int
     ) -> socket.socket:
         """A connection on which the sender has been asked for every so many-th bucket."""
-        link = socket.create_connection((sender.address, sender.port), self._timeout_s)
+        link = socket.create_connection((sender.address, sender.port), _TIMEOUT_S)
         where = {key: source.location[key] for key in ("path", "number", "size", "device")}
         request = {
             "identity": _identity(source),
@@ -234,7 +227,7 @@ class Distributor:
 
     def _serve(self, link: socket.socket) -> None:
         """Send a receiver what it asks for; a receiver that is lost says so itself."""
-        link.settimeout(self._timeout_s)
+        link.settimeout(_TIMEOUT_S)
         with link.makefile("rb") as lines:
             token, _, line = lines.readline(_MOST_REQUEST_BYTES).partition(b" ")
         if not hmac.compare_digest(token, self._endpoint.token.encode()):

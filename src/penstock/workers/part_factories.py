@@ -1,7 +1,7 @@
 """The parts that run inside workers, and the functions that build these parts in the worker.
 
 A part is a trainer rank, an engine, a distributor or an agent loop. Worker processes and Ray
-actors build it by the name of its factory here; `inline.py` uses the classes directly.
+actors build it by the name of its factory; `inline.py` uses the classes directly.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from penstock.config import Config, SamplingConfig
+from penstock.config import Config
 from penstock.config.plugins import load
 from penstock.engine import ENGINES
 from penstock.engine.protocol import Fetch, InferenceEngine
@@ -25,9 +24,10 @@ from penstock.waits import tell_stage
 from penstock.weights import SHARED
 from penstock.weights.protocol import WeightSync
 
-if TYPE_CHECKING:
-    from penstock.weights.distributor import Distributor
-    from penstock.workers.ray.agents import AgentPart
+TRAINER = "penstock.workers.part_factories:trainer_part"
+ENGINE = "penstock.workers.part_factories:engine_part"
+DISTRIBUTOR = "penstock.weights.distributor:Distributor"
+AGENT = "penstock.workers.ray.agents:AgentPart"
 
 
 class TrainerService:
@@ -185,22 +185,6 @@ def engine_part(config: Config, index: int, fetch: Fetch | None = None) -> Infer
     engine_class = load("engine.name", config.engine.name, ENGINES)
     engine: InferenceEngine = engine_class.from_config(config, fetch=fetch, index=index)
     return engine
-
-
-def distributor_part(
-    folder: str, node: str, address: str, sends_deltas: bool = False
-) -> Distributor:
-    """Build a distributor, which sends weights from node to node."""
-    from penstock.weights.distributor import Distributor
-
-    return Distributor(folder, node=node, address=address, sends_deltas=sends_deltas)
-
-
-def agent_part(config: Config, task: str, sampling: SamplingConfig, is_chat: bool) -> AgentPart:
-    """Build the agent loop of a task."""
-    from penstock.workers.ray.agents import AgentPart
-
-    return AgentPart(config, task, sampling, is_chat)
 
 
 def _set_rank_variables(config: Config, rank: int, meeting: Meeting) -> None:

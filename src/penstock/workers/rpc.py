@@ -148,12 +148,6 @@ def frame(message: Any) -> bytes:
     return FRAME.pack(len(payload)) + payload
 
 
-def write_frame(writer: asyncio.StreamWriter, message: Any) -> None:
-    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    writer.write(FRAME.pack(len(payload)))
-    writer.write(payload)
-
-
 # -- how much a process has worked ------------------------------------------------------------
 
 

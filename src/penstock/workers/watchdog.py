@@ -192,32 +192,16 @@ class Watchdog:
 @asynccontextmanager
 async def watched(watchdog: Watchdog) -> AsyncIterator[None]:
     """Watch every wait inside the block; raise the watchdog's error there if it says to stop."""
-    owner = asyncio.current_task()
-    assert owner is not None
-    watching = asyncio.create_task(watchdog.run(), name="watchdog")
-
-    def stop(ended: asyncio.Task[None]) -> None:
-        if not ended.cancelled():
-            owner.cancel()
-
-    watching.add_done_callback(stop)
+    fault: BaseException | None = None
     try:
-        yield
-    except asyncio.CancelledError:
-        if _fault_of(watching) is None:
-            raise
-    finally:
-        watching.remove_done_callback(stop)
-        watching.cancel()
-    fault = _fault_of(watching)
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(watchdog.run(), name="watchdog")
+            yield
+            watching.cancel()
+    except BaseExceptionGroup as ended:
+        fault = ended.exceptions[0]
     if fault is not None:
-        owner.uncancel()
         raise fault
-    await asyncio.wait([watching])
-
-
-def _fault_of(task: asyncio.Task[None]) -> BaseException | None:
-    return task.exception() if task.done() and not task.cancelled() else None
 
 
 def coroutine_stack(task: asyncio.Task[Any]) -> str:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.config import Config, LaunchConfig, SamplingConfig
-from penstock.engine.protocol import EngineStats, InferenceEngine, SetAside
+from penstock.engine.protocol import EngineStats, InferenceEngine
 from penstock.errors import RunError
 from penstock.waits import WaitKind, loop_time
 from penstock.workers.pool.pool import EnginePool
@@ -43,7 +43,6 @@ class Workers:
     scale: Callable[[int], Awaitable[str]] | None = None
     # starts the actors of a task's agent loop; only Ray has it
     start_agent: StartAgent | None = None
-    set_aside: SetAside | None = None  # lends out an engine, which keeps its weights meanwhile
 
     async def stack_of(self, name: str) -> str:
         """What a worker is doing; empty if `name` is no worker."""
@@ -172,7 +171,6 @@ async def start_workers(
             restarting.renewed,
             slots=pool_settings.max_slots,
             update=pool_settings.update,
-            may_leave=config.may_leave_engines(),
             shares_gpu=takes_turns,
         )
         if takes_turns:
@@ -202,5 +200,4 @@ async def start_workers(
         supervised=supervised,
         scale=None if make_engine is None or pool is None else scale,
         start_agent=start_agent,
-        set_aside=None if pool is None else pool.set_aside,
     )

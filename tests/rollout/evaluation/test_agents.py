@@ -12,7 +12,7 @@ import pytest
 
 from penstock.config import SamplingConfig
 from penstock.engine.protocol import Generation, GenerationRequest
-from penstock.errors import EngineError
+from penstock.errors import EnginesLost
 from penstock.rollout.evaluation.evaluate import TRIES, EvalResult, EvalTask, evaluate
 from penstock.types import Prompt
 from stages.agent_parts import make_agent
@@ -24,16 +24,6 @@ async def twice(task: Any, model: Any) -> bool:
     said = await model.chat(task.messages)
     said = await model.chat([*task.messages, said, user("sure?")])
     return said["content"] == task.gt_answer
-
-
-class Engine(ScriptedEngine):
-    """As an engine that was set aside: it has no `generate`."""
-
-    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-        return [await ScriptedEngine.generate(self, request) for request in requests]
-
-    async def generate(self, request: GenerationRequest) -> Generation:
-        raise AssertionError("a lent engine answers generate_many only")
 
 
 def evaluated(function: Any, folder: Path, engine: Any = None, size: int = 1) -> EvalResult:
@@ -52,7 +42,7 @@ def evaluated(function: Any, folder: Path, engine: Any = None, size: int = 1) ->
         seed=0,
         agent=partial(make_agent, function, timeout_s=60),
     )
-    engine = engine or Engine(lambda prompt: "yes", version=2)
+    engine = engine or ScriptedEngine(lambda prompt: "yes", version=2)
     return asyncio.run(evaluate(engine, task, step=5, version=2, folder=folder))
 
 
@@ -90,11 +80,13 @@ def test_a_rollout_that_fails_is_made_again_and_then_counted(tmp_path: Path) -> 
     assert [call["messages"] for call in again["calls"]] == [[user("2")]]  # of the last try
 
 
-def test_an_engine_that_died_ends_the_evaluation_instead_of_wrong_answers(tmp_path: Path) -> None:
-    class Dead(Engine):
-        async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-            raise EngineError("it died with 1 requests")
+def test_the_loss_of_all_engines_ends_the_evaluation_instead_of_wrong_answers(
+    tmp_path: Path,
+) -> None:
+    class Dead(ScriptedEngine):
+        async def generate(self, request: GenerationRequest) -> Generation:
+            raise EnginesLost("no engine is left")
 
-    with pytest.raises(EngineError, match="it died"):
+    with pytest.raises(EnginesLost):
         evaluated(twice, tmp_path, Dead(lambda prompt: ""))
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""An evaluation beside training: one engine is set aside for it, or the next weights wait."""
+"""An evaluation beside training: the next weights wait for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from penstock.config import SamplingConfig
-from penstock.errors import EngineError
 from penstock.reward.protocol import Reward
 from penstock.rollout.evaluation.evaluate import EvalTask, Evaluations
 from penstock.run.job import open_job
@@ -23,60 +22,9 @@ from penstock.store.run_folder import RunFolder, create
 from penstock.types import Prompt, Rollout, Score, StepReport
 from penstock.waits import Waits
 from stages.disturbed_run import config_of
-from stages.supervised import HANDLE, Crew, request
+from stages.supervised import Crew
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
-
-
-def test_an_engine_that_is_set_aside_keeps_its_weights_and_takes_nothing_else() -> None:
-    async def run() -> None:
-        crew = Crew(2)
-        engines = await crew.start()
-        async with engines.set_aside() as own:
-            assert own is not None
-            await engines.update_weights(1, HANDLE)
-            held = await own.generate_many([request("a"), request("bb")])
-            made = await engines.generate_many([request("c"), request("dd"), request("eee")])
-            assert {one.segments[0].version for one in held} == {0}
-            assert {one.segments[0].version for one in made} == {1}
-            assert (await engines.stats()).policy_version == 1
-            assert (await own.stats()).policy_version == 0
-        assert {workers[0].engine.version for workers in crew.made.values()} == {1}
-        assert {workers[0].engine.calls for workers in crew.made.values()} == {2, 3}
-        await engines.close()
-
-    asyncio.run(run())
-
-
-def test_the_only_engine_is_not_set_aside() -> None:
-    async def run() -> None:
-        engines = await Crew(1).start()
-        async with engines.set_aside() as own:
-            assert own is None
-        async with engines.set_aside() as own:
-            assert own is None
-        await engines.close()
-
-    asyncio.run(run())
-
-
-def test_the_death_of_an_engine_that_was_set_aside_is_told_and_it_comes_back() -> None:
-    async def run() -> None:
-        crew = Crew(2, poison="bad")
-        engines = await crew.start()
-
-        async def evaluated() -> None:
-            async with engines.set_aside() as own:
-                await engines.update_weights(1, HANDLE)
-                await own.generate_many([request("bad")])
-
-        with pytest.raises(EngineError, match="died with 1 requests"):
-            await evaluated()
-        made = await engines.generate_many([request("c"), request("dd"), request("eee")])
-        assert {(one.finish_reason, one.segments[0].version) for one in made} == {("stop", 1)}
-        await engines.close()
-
-    asyncio.run(run())
 
 
 class Blocked(Reward):
@@ -111,11 +59,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_an_evaluation_whose_engine_dies_begins_again_and_is_of_one_version(
+def test_an_evaluation_whose_engine_dies_is_whole_and_of_one_version(
     count: int, tmp_path: Path
 ) -> None:
-    """With two engines, newer weights are published by then; with one, they still wait."""
-
     async def run() -> list[dict[str, Any]]:
         crew, reward = Crew(count), Blocked()
         engines = await crew.start()
@@ -126,17 +72,11 @@ def test_an_evaluation_whose_engine_dies_begins_again_and_is_of_one_version(
             waits=Waits(),
             log=lambda step, metrics: None,
             note=lambda text: None,
-            set_aside=engines.set_aside,
         )
         async with asyncio.TaskGroup() as group:
-            evaluations.begin(group, 0, after=None, beside=True)
+            group.create_task(evaluations.evaluate(0, []))
             await reward.asked.wait()
-            pinned = group.create_task(evaluations.pinned.wait())
-            if count == 2:
-                await pinned
-                await engines.update_weights(1, HANDLE)
             crew.made["engine-0"][0].die()
-            assert pinned.done() == (count == 2)
             reward.allowed.set()
         await engines.close()
         return lines(tmp_path / "summary.jsonl")
@@ -144,8 +84,8 @@ def test_an_evaluation_whose_engine_dies_begins_again_and_is_of_one_version(
     summaries = asyncio.run(run())
     assert [s["task"] for s in summaries] == ["a", "b"]
     assert [s["failures"] for s in summaries] == [0, 0]
-    assert summaries[0]["policy_version"] == 0  # it was generated before the death
     for summary in summaries:
+        assert summary["policy_version"] == 0
         samples = lines(tmp_path / f"{summary['task']}-step-0.jsonl")
         assert {s["policy_version"] for s in samples} == {summary["policy_version"]}
 
@@ -188,20 +128,12 @@ def versions(folder: RunFolder, step: int) -> set[int]:
     return {s["policy_version"] for s in lines(folder.evaluations / f"a-step-{step}.jsonl")}
 
 
-def test_two_engines_train_through_a_long_evaluation_of_one_version(tmp_path: Path) -> None:
-    """Steps 3 to 5 need weights that were published during the evaluation: no step waited for it."""
-    folder, happened = train(tmp_path, "launch.num_producers=2", "train.steps=5", until=5)
-    assert happened[:5] == [f"step {n}" for n in range(1, 6)]
-    assert happened[5:] == ["evaluated 0", "evaluated 5"]
-    assert versions(folder, 0) == {0}
-    assert versions(folder, 5) == {5}
-
-
+@pytest.mark.parametrize("place", [["launch.kind=inline"], ["launch.num_producers=2"]])
 @pytest.mark.parametrize("blocking", ["true", "false"])
-def test_one_engine_trains_until_the_next_weights_or_waits_if_asked(
-    blocking: str, tmp_path: Path
+def test_a_run_trains_until_the_next_weights_or_waits_if_asked(
+    blocking: str, place: list[str], tmp_path: Path
 ) -> None:
-    words = ["launch.kind=inline", f"eval.blocking={blocking}"]
+    words = [*place, f"eval.blocking={blocking}"]
     folder, happened = train(tmp_path, *words, until=0 if blocking == "true" else 1)
     wanted = ["step 1", "evaluated 0", "step 2", "step 3", "evaluated 3"]
     if blocking == "true":

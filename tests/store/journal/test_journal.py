@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -550,36 +551,18 @@ def test_after_a_failed_sync_nothing_more_is_promised(
         journal.close()
 
 
-def test_another_program_that_writes_for_long_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_program_that_writes_is_waited_for_up_to_ten_minutes(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "journal.db")
-    refused = iter(range(3))
-
-    class Busy(sqlite3.OperationalError):
-        sqlite_errorcode = sqlite3.SQLITE_BUSY
-
-    class Locked:
-        """A connection that finds the file locked three times, each after its own time limit."""
-
-        def __init__(self, database: sqlite3.Connection) -> None:
-            self._database = database
-
-        def execute(self, sql: str, *parameters: object) -> sqlite3.Cursor:
-            if sql == "BEGIN IMMEDIATE" and next(refused, None) is not None:
-                raise Busy("database is locked")
-            return self._database.execute(sql, *parameters)
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self._database, name)
-
-    writer = journal._writer
-    assert writer is not None
-    monkeypatch.setattr(writer, "_database", Locked(writer._database))
-    journal.record_published(1, "digest")
-    journal.sync()
-    assert next(refused, None) is None
+    with closing(sqlite3.connect(journal.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        journal.record_published(1, "digest")
+        with ThreadPoolExecutor(1) as pool:
+            syncing = pool.submit(journal.sync)
+            other.execute("ROLLBACK")
+            syncing.result()
     assert journal.query("SELECT version FROM weights") == [(1,)]
+    assert journal._writer is not None
+    assert journal._writer._database.execute("PRAGMA busy_timeout").fetchone() == (600_000,)
     journal.close()
 
 

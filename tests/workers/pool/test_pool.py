@@ -144,12 +144,12 @@ def test_requests_of_one_prompt_go_to_one_engine() -> None:
         a, b = Recorder("a", log), Recorder("b", log)
         a.gate.clear()
         pool = await EngineCrew([a, b]).start()
-        requests = [tiny.request(f"{p}{k}", [p + 5]) for p in range(2) for k in range(3)]
-        task = asyncio.create_task(pool.generate_many(requests))
+        groups = [[tiny.request(f"{p}{k}", [p + 5]) for k in range(3)] for p in range(2)]
+        tasks = [asyncio.create_task(pool.generate_many(requests)) for requests in groups]
         await b.called.wait()
         a.gate.set()
-        made = await task
-        assert [m.request_id for m in made] == [r.request_id for r in requests]
+        for requests, made in zip(groups, await asyncio.gather(*tasks), strict=True):
+            assert [m.request_id for m in made] == [r.request_id for r in requests]
         assert sorted(log) == ["a:00,01,02", "b:10,11,12"]
 
     run(main)

@@ -1,4 +1,4 @@
-"""A pool whose engines die, are drained, set aside, paused, slow or late with new weights.
+"""A pool whose engines die, are drained, paused, or slow.
 
 Every request gets exactly one answer: the whole response, or the tokens so far if its caller
 aborted it.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +19,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.run.twin.virtual_time import VirtualClock
 from penstock.types import WeightHandle, expand_segments
-from penstock.workers.pool.requests import ENDED
 from stages.paced_engine import PacedEngine, length_of, logprobs_of, request_of, tokens_of
 from stages.supervised import EngineCrew
 
@@ -34,7 +31,7 @@ class Asked:
 
     requests: list[GenerationRequest]
     task: asyncio.Task[list[Generation]]
-    least_version: int  # version that an engine had confirmed when the caller asked
+    least_version: int  # version that all engines had loaded when the caller asked
     may_abort: bool = False
     aborted: set[str] = field(default_factory=set)
 
@@ -46,23 +43,18 @@ class PoolMachine(RuleBasedStateMachine):
     def begin(self, paces: list[float]) -> None:
         self.clock = VirtualClock()
         engines = [self._engine(pace) for pace in paces]
-        self.crew = EngineCrew(engines, slots=SLOTS, told={"first_loaded": self._loaded})
+        self.crew = EngineCrew(engines, slots=SLOTS)
         self.engines, self.pool = self.crew.engines, self.clock.run(self.crew.start())
         self.asked: list[Asked] = []
         self.names, self.version, self.paused = 0, 0, False
-        self.confirmed = 0
+        self.loaded = 0
         self.updating: asyncio.Task[str] | None = None
-        self.lending: AbstractAsyncContextManager[Any] | None = None
         self.deaths = 0
 
     def _engine(self, pace: float) -> PacedEngine:
         engine = PacedEngine(pace, slots=SLOTS, prefill_s=0.001, load_s=10 * pace)
         engine.on_begin = self._begins
         return engine
-
-    def _loaded(self, version: int, digest: str) -> None:
-        assert version == self.confirmed + 1
-        self.confirmed = version
 
     def _begins(self, name: str) -> None:
         runs = [e for e in self.engines if name in e._running]
@@ -93,7 +85,7 @@ class PoolMachine(RuleBasedStateMachine):
                     request_of(name, self.names, seed=seed, length=length + 9 * index, longest=200)
                 )
         task = self.clock.loop.create_task(self.pool.generate_many(requests))
-        self.asked.append(Asked(requests, task, self.confirmed))
+        self.asked.append(Asked(requests, task, self.loaded))
         self.clock.settle()
 
     @rule(seconds=st.floats(0.001, 3.0))
@@ -123,10 +115,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _down(self) -> list[int]:
         engines = self.pool._engines
-        return [e.index for e in engines if self.engines[e.index].dead and e.state not in ENDED]
+        return [e.index for e in engines if self.engines[e.index].dead and not e.ended]
 
     def _last(self) -> int:
-        return max(e.index for e in self.pool._engines if e.state not in ENDED)
+        return max(e.index for e in self.pool._engines if not e.ended)
 
     @precondition(lambda self: any(i != self._last() for i in self._up()) and len(self.engines) < 6)
     @rule(pace=st.sampled_from([0.01, 0.2]))
@@ -176,26 +168,18 @@ class PoolMachine(RuleBasedStateMachine):
         self._finish_update()
         self.version += 1
         handle = WeightHandle(version=self.version, digest=f"digest-{self.version}", kind="none")
-        self.updating = self.clock.loop.create_task(self.pool.update_weights(self.version, handle))
+        self.updating = self.clock.loop.create_task(self._update(handle))
         self.clock.settle()
+
+    async def _update(self, handle: WeightHandle) -> str:
+        digest = await self.pool.update_weights(handle.version, handle)
+        self.loaded = handle.version
+        return digest
 
     def _finish_update(self) -> None:
         if self.updating is not None:
             assert self.clock.run(_result(self.updating)) == f"digest-{self.version}"
             self.updating = None
-
-    @precondition(lambda self: self.lending is None and len(self._up()) > 1)
-    @rule()
-    def set_aside(self) -> None:
-        self.clock.run(self.pool.stats())  # notices deaths: another engine has to be alive
-        self.lending = self.pool.set_aside()
-        assert self.clock.run(self.lending.__aenter__()) is not None
-
-    @precondition(lambda self: self.lending is not None)
-    @rule()
-    def take_back(self) -> None:
-        self.clock.run(self.lending.__aexit__(None, None, None))
-        self.lending = None
 
     def teardown(self) -> None:
         if hasattr(self, "clock"):
@@ -207,8 +191,6 @@ class PoolMachine(RuleBasedStateMachine):
     def _end(self) -> None:
         if self.paused:
             self.resume()
-        if self.lending is not None:
-            self.take_back()
         self._finish_update()
         self.clock.run(self._all_answered())
         for one in self.asked:

@@ -14,10 +14,8 @@ from penstock.workers.pool.requests import EngineLoad, PromptBatch, Scheduler
 SLOTS = 4
 
 
-def work(
-    size: int = 1, *, longest: int = 100, prompt: int = 10, least_version: int = 0
-) -> PromptBatch:
-    return PromptBatch(size=size, tokens=size * (longest + prompt), least_version=least_version)
+def work(size: int = 1, *, longest: int = 100, prompt: int = 10) -> PromptBatch:
+    return PromptBatch(size=size, tokens=size * (longest + prompt))
 
 
 def scheduler_of(engines: int, *, slots: int = SLOTS) -> Scheduler:
@@ -89,17 +87,6 @@ def test_responses_that_end_before_the_longest_of_their_work_make_room_for_more(
     assert taken.count(0) == taken.count(1) == 5
 
 
-def test_an_engine_without_the_weights_that_are_asked_for_is_passed_over() -> None:
-    scheduler = scheduler_of(2)
-    scheduler.engines[1].version = 1
-    assert scheduler.offer(work(least_version=1), 0.0) == 1
-    assert scheduler.offer(work(least_version=1), 0.0) == 1
-    assert scheduler.offer(work(least_version=2), 0.0) is None
-    scheduler.engines[0].version = 2
-    (bound,) = scheduler.bindings(0.0)
-    assert bound.engine == 0
-
-
 def test_a_slow_engine_does_not_begin_what_the_others_will_soon_be_through_with() -> None:
     scheduler = scheduler_of(2)
     measured(scheduler, 0, seconds=1.0, length=100)
@@ -131,17 +118,6 @@ def test_an_engine_that_was_slow_is_tried_again_now_and_then() -> None:
     assert taken[:256].count(1) == 0
 
 
-def test_work_does_not_wait_for_a_faster_engine_whose_weights_are_too_old() -> None:
-    scheduler = scheduler_of(2)
-    measured(scheduler, 0, seconds=10.0, length=100)
-    measured(scheduler, 1, seconds=1.0, length=100)
-    assert scheduler.offer(work(), 0.0) == 1
-    scheduler.engines[0].version = 1
-    assert scheduler.offer(work(least_version=1), 0.0) == 0
-    scheduler.engines[1].version = 1
-    assert scheduler.offer(work(least_version=1), 0.0) == 1
-
-
 def test_work_that_comes_back_is_before_all_that_waits() -> None:
     scheduler = scheduler_of(2)
     scheduler.hold(True)
@@ -166,20 +142,17 @@ def chosen_by_a_look_at_all(scheduler: Scheduler, one: PromptBatch) -> int | Non
     """Return the engine that the rules of docs/workers.md choose, found the long way."""
     members, common = scheduler.engines, scheduler.slots
     bound = math.inf if len(members) == 1 else 1.25 / max(0.125, scheduler._fill or 0.5)
-    version = one.least_version
     able = [
         index
         for index, member in enumerate(members)
-        if member.serves
-        and member.requests < (member.slots or common) * bound
-        and member.version >= version
+        if member.serves and member.requests < (member.slots or common) * bound
     ]
     if scheduler.held or not able:
         return None
     average = scheduler._speed or 1.0
     seconds = {i: members[i].tokens / (members[i].speed or average) for i in able}
     least = min(able, key=seconds.__getitem__)
-    paced = [one for one in members if one.serves and one.pace and one.version >= version]
+    paced = [one for one in members if one.serves and one.pace]
     worth = able
     if paced:
         fastest = max(member.pace for member in paced)
@@ -222,10 +195,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         size=st.integers(1, 6),
         longest=st.integers(1, 50),
         first=st.booleans(),
-        version=st.integers(0, 1),
     )
-    def offer(self, size: int, longest: int, first: bool, version: int) -> None:
-        one = work(size, longest=longest, least_version=version)
+    def offer(self, size: int, longest: int, first: bool) -> None:
+        one = work(size, longest=longest)
         may_bind = first or not self.waiting
         engine = chosen_by_a_look_at_all(self.scheduler, one) if may_bind else None
         assert self.scheduler.offer(one, self.now, first=first) == engine
@@ -257,10 +229,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.engines[data.draw(st.integers(0, count - 1))].serves = serves
         self._bind()
 
-    @rule(data=st.data(), version=st.integers(0, 2), slots=st.integers(1, 8))
-    def load_weights_and_tell_slots(self, data: st.DataObject, version: int, slots: int) -> None:
+    @rule(data=st.data(), slots=st.integers(1, 8))
+    def tell_slots(self, data: st.DataObject, slots: int) -> None:
         index = data.draw(st.integers(0, len(self.scheduler.engines) - 1))
-        self.scheduler.engines[index].version = version
         self.scheduler.set_slots(index, slots)
         self._bind()
 
@@ -293,8 +264,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Queued work waits for an engine that may take it and runs something, or for one that joins."""
         if hasattr(self, "scheduler") and self.waiting and not self.scheduler.held:
             serving = [engine for engine in self.engines if engine.serves]
-            able = [one for one in serving if one.version >= self.waiting[0].least_version]
-            assert not able or any(member.requests for member in able)
+            assert not serving or any(member.requests for member in serving)
 
 
 class TestScheduler(SchedulerMachine.TestCase):

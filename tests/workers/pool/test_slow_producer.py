@@ -11,7 +11,6 @@ import pytest
 
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.run.twin.virtual_time import VirtualClock
-from penstock.types import WeightHandle
 from stages.paced_engine import PacedEngine, request_of, tokens_of
 from stages.supervised import EngineCrew
 
@@ -136,46 +135,3 @@ def test_an_engine_that_recovers_gets_its_share_again(clock: VirtualClock) -> No
         return (crew.engines[1].calls - before) / (GROUPS * GROUP)
 
     assert 0.3 <= clock.run(later()) <= 0.7
-
-
-def test_engines_serve_from_the_moment_on_that_they_have_new_weights(clock: VirtualClock) -> None:
-    """In sync mode a batch begins when the first engine has new weights; the other engine joins later."""
-
-    async def run() -> tuple[float, list[int]]:
-        began = asyncio.Event()
-        crew = Crew(FAST_S, FAST_S, told={"first_loaded": lambda version, digest: began.set()})
-        await crew.start()
-        crew.engines[0].load_s, crew.engines[1].load_s = 1.0, 5.0
-        handle: Any = WeightHandle(version=1, digest="digest-1", kind="none")
-        updating = asyncio.create_task(crew.pool.update_weights(1, handle))
-        await began.wait()
-        made = await crew.make(batch(0))
-        assert {segment.version for one in made for segment in one.segments} == {1}
-        assert await updating == "digest-1"
-        return clock.now, [engine.calls for engine in crew.engines]
-
-    alone = seconds_for(clock, Crew(FAST_S), 1)[0]
-    before = clock.now
-    seconds, calls = clock.run(run())
-    assert seconds - before < 1.0 + alone
-    assert all(calls)
-
-
-@pytest.mark.parametrize(("second_s", "told_at"), [(1.5, 1.5), (5.0, 2.0)])
-def test_new_weights_are_told_when_all_have_them_or_after_twice_the_first_load(
-    clock: VirtualClock, second_s: float, told_at: float
-) -> None:
-    """Told at the first load, requests that come at once would all go to the engine that was first."""
-
-    async def run() -> float:
-        told: list[float] = []
-        crew = Crew(FAST_S, FAST_S, told={"first_loaded": lambda *_: told.append(clock.now)})
-        await crew.start()
-        before = clock.now
-        crew.engines[0].load_s, crew.engines[1].load_s = 1.0, second_s
-        handle: Any = WeightHandle(version=1, digest="digest-1", kind="none")
-        await crew.pool.update_weights(1, handle)
-        (at,) = told
-        return at - before
-
-    assert clock.run(run()) == pytest.approx(told_at)

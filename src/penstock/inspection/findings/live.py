@@ -66,7 +66,6 @@ class LiveFindings:
             settings=self._settings,
             rows=self._rows,
             facts=self._facts,
-            total_steps=self._total,
             batch=batch,
             disk=self._disk.look(step + 1) if step < self._total else None,
             last_failure=self._last_failure,

@@ -39,7 +39,6 @@ class Observed:
     settings: AlgorithmSettings  # of the algorithm (`looked_at_settings`)
     rows: Sequence[Row] = ()  # metrics of each step, in order, with `step`
     facts: Mapping[str, str] = field(default_factory=dict)  # the journal's identity (identity.py)
-    total_steps: int | None = None
     batch: Batch | None = None  # of the newest step
     disk: DiskSpace | None = None  # None: not looked at, or nothing more will be written
     last_failure: Callable[[], str] = lambda: ""  # the error of the newest failed group
@@ -136,7 +135,6 @@ def read_observed(folder: RunFolder) -> Observed:
         settings=looked_at_settings(config),
         rows=rows,
         facts=facts,
-        total_steps=steps,
         batch=batch,
         disk=disk,
         last_failure=lambda: failure,

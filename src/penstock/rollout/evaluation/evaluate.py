@@ -12,8 +12,7 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -22,8 +21,8 @@ import numpy as np
 
 from penstock.config import SamplingConfig
 from penstock.data.sampler import PromptSource, stable_hash
-from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine, SetAside
-from penstock.errors import EngineError, RunError
+from penstock.engine.protocol import InferenceEngine
+from penstock.errors import RunError
 from penstock.files import read_rows, write_whole
 from penstock.reward.protocol import Reward
 from penstock.rollout.agent.function import FunctionAgent
@@ -137,27 +136,6 @@ def _rollout(task: EvalTask, problem: Prompt, index: int, version: int) -> Rollo
     )
 
 
-class _WatchedEngine:
-    """The engine of an evaluation as an agent loop uses it; remembers that it died."""
-
-    def __init__(self, engine: InferenceEngine) -> None:
-        self._engine = engine
-        self.fault: EngineError | None = None
-
-    async def generate(self, request: GenerationRequest) -> Generation:
-        return (await self.generate_many([request]))[0]
-
-    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-        try:
-            return await self._engine.generate_many(requests)
-        except EngineError as error:
-            self.fault = error
-            raise
-
-    async def abort(self, request_id: str) -> None:
-        await self._engine.abort(request_id)
-
-
 async def _play(
     task: EvalTask, engine: InferenceEngine, groups: Sequence[list[Rollout]]
 ) -> KeptCalls | None:
@@ -165,13 +143,13 @@ async def _play(
 
     Return the calls of an agent; None: each rollout is one response.
     """
-    watched, calls = _WatchedEngine(engine), KeptCalls()
+    calls = KeptCalls()
     agent: Any
     if task.agent is not None:
-        agent = task.agent(engine=watched, recorder=calls)
+        agent = task.agent(engine=engine, recorder=calls)
     else:
         agent = SingleTurn(
-            engine=cast(InferenceEngine, watched),
+            engine=engine,
             reward=task.reward,
             sampling=task.sampling,
             decode=task.decode,
@@ -180,7 +158,7 @@ async def _play(
 
     async def play(group: list[Rollout]) -> None:
         async with running:
-            await _play_group(agent, watched, calls, group)
+            await _play_group(agent, calls, group)
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -193,17 +171,13 @@ async def _play(
     return None if task.agent is None else calls
 
 
-async def _play_group(
-    agent: AgentLoop, engine: _WatchedEngine, calls: KeptCalls, group: list[Rollout]
-) -> None:
+async def _play_group(agent: AgentLoop, calls: KeptCalls, group: list[Rollout]) -> None:
     for _ in range(TRIES):
         for rollout in group:
             if rollout.status is Status.FAILED:
                 calls.calls.pop(rollout.rollout_id, None)
                 rollout.restart()
         await agent.generate_group(group)
-        if engine.fault is not None:
-            raise engine.fault
         if all(rollout.status is Status.COMPLETED for rollout in group):
             return
     for rollout in group:
@@ -388,17 +362,14 @@ def read_summaries(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows if {"task", "step"} <= row.keys()]
 
 
-_ATTEMPTS = 3  # tries of an evaluation whose engine dies
+_ATTEMPTS = 3  # tries of an evaluation that gets samples of other weights
 
 
 @dataclass(slots=True, kw_only=True)
 class Evaluations:
     """Consumes steps to evaluate, produces sample files and result lines, in the background of training.
 
-    With several engines, one is set aside for an evaluation: it keeps its version and takes no other
-    requests, while the others load new weights and feed the trainer. With a single engine, the next
-    weights wait for the evaluation, and training waits when the staleness bound is reached. One evaluation
-    runs at a time.
+    The loop lets the next weights, and the next evaluation, wait for the one before.
     """
 
     tasks: Sequence[EvalTask]
@@ -407,69 +378,23 @@ class Evaluations:
     waits: Waits
     log: Callable[[int, dict[str, float]], None]
     note: Callable[[str], None]
-    set_aside: SetAside | None = None  # reserves an engine that keeps its weights
-    # cleared until the newest evaluation has its own engine, or is done; then weights may be replaced
-    pinned: asyncio.Event = field(default_factory=asyncio.Event)
-    _running: asyncio.Task[None] | None = None
 
-    def __post_init__(self) -> None:
-        self.pinned.set()
-
-    def begin(
-        self,
-        group: asyncio.TaskGroup,
-        step: int,
-        *,
-        after: asyncio.Task[None] | None,
-        beside: bool,
-    ) -> asyncio.Task[None]:
-        """Evaluate the weights of `step` once `after` has loaded them. `beside`: training continues."""
-        waits_for = [task for task in (self._running, after) if task is not None]
-        self.pinned = asyncio.Event()
-        work = self._evaluate(step, waits_for, self.set_aside if beside else None, self.pinned)
-        self._running = group.create_task(work, name="evaluate")
-        return self._running
-
-    async def finished(self) -> None:
-        """Wait until no evaluation is under way."""
-        if self._running is not None:
-            await self._running
-
-    async def _evaluate(
-        self,
-        step: int,
-        waits_for: list[asyncio.Task[None]],
-        set_aside: SetAside | None,
-        pinned: asyncio.Event,
-    ) -> None:
-        for task in waits_for:
+    async def evaluate(self, step: int, after: Sequence[asyncio.Task[None]]) -> None:
+        """Evaluate the weights of `step` once `after` has loaded them, and ended earlier evaluations."""
+        for task in after:
             await task
         for left in reversed(range(_ATTEMPTS)):
-            pinned.clear()
             try:
-                if waiting := not_evaluated(self.tasks, self.folder, step):
-                    async with self._reserved_engine(set_aside, pinned) as engine:
-                        for one in waiting:
-                            await self._one(engine, one, step)
-                break
-            except (EngineError, OtherWeights):  # it died, and may have newer weights now
+                for evaluated in not_evaluated(self.tasks, self.folder, step):
+                    await self._one(evaluated, step)
+                return
+            except OtherWeights:  # an engine was restarted, and has newer weights now
                 if not left:
                     raise
-        pinned.set()
 
-    @asynccontextmanager
-    async def _reserved_engine(
-        self, set_aside: SetAside | None, pinned: asyncio.Event
-    ) -> AsyncIterator[Any]:
-        if set_aside is None:
-            yield self.engine
-            return
-        async with set_aside() as own:
-            if own is not None:
-                pinned.set()
-            yield own or self.engine
-
-    async def _one(self, engine: Any, task: EvalTask, step: int) -> None:
+    async def _one(self, task: EvalTask, step: int) -> None:
+        engine = self.engine
+        assert engine is not None
         with self.waits.wait("eval", WaitKind.EVAL, f"{task.name} after step {step}"):
             version = (await engine.stats()).policy_version
             result = await evaluate(engine, task, step=step, version=version, folder=self.folder)

@@ -24,7 +24,7 @@ from penstock.inspection.track.logs import Fanout, JsonlTracker, Notes
 from penstock.rollout import IsValidSample, Producer, ProduceTask, ReplayBuffer, strategy_config
 from penstock.rollout.agent.single_turn import SingleTurn
 from penstock.rollout.evaluation.evaluate import EvalTask
-from penstock.run.foundation import Foundation, NewestVersion
+from penstock.run.foundation import Foundation
 from penstock.run.job import join_parts, make_producer, make_task
 from penstock.run.loop import Loop
 from penstock.run.twin.engine import (
@@ -263,15 +263,12 @@ class _Twin:
         ]
 
     def _foundation(self) -> Foundation:
-        notes, newest_version = Notes(lambda text: None), NewestVersion()
-        events = SupervisionCallbacks(
-            waits=Waits(), note=notes.add, first_loaded=newest_version.advance
-        )
+        notes = Notes(lambda text: None)
+        events = SupervisionCallbacks(waits=Waits(), note=notes.add)
         return Foundation(
             notes=notes,
             waits=Waits(),  # other than those of the workers: no timeline is written
             journal=cast(Any, self._journal),
-            newest_version=newest_version,
             events=events,
         )
 

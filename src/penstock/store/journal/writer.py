@@ -26,7 +26,7 @@ from penstock.store.journal.codec import GroupTable
 from penstock.store.journal.records import Record, write_in_order
 
 _MOST_PER_COMMIT = 2048
-_LOCK_TRIES = 20  # of 30 s each, while another program holds the lock of the file
+_LOCK_TIMEOUT_S = 600  # while another program holds the lock of the file
 
 
 Waiter = asyncio.Future[None] | Future[None]  # of an event loop, or of a thread
@@ -48,6 +48,7 @@ class Writer:
 
     def __init__(self, database: sqlite3.Connection, path: Path, *, threaded: bool = True) -> None:
         self._database, self._tables = database, GroupTable(database)
+        database.execute(f"PRAGMA busy_timeout = {1000 * _LOCK_TIMEOUT_S}")
         self._path = path
         self._queue: queue.SimpleQueue[Record | Waiter | None] = queue.SimpleQueue()
         self._fault: PenstockError | None = None
@@ -146,7 +147,7 @@ class Writer:
         if not records or self._fault is not None:
             return
         try:
-            self._begin()
+            self._database.execute("BEGIN IMMEDIATE")
             write_in_order(self._tables, records)
             self._database.execute("COMMIT")
         except PenstockError as error:
@@ -155,16 +156,6 @@ class Writer:
             fault = RunError(f"journal {self._path}: cannot write: {error} ({self._room()})")
             fault.__cause__ = error
             self.fail(fault)
-
-    def _begin(self) -> None:
-        """Begin a transaction. Waits for: another program that writes to the file, ten minutes at most."""
-        for tries_left in reversed(range(_LOCK_TRIES)):
-            try:
-                self._database.execute("BEGIN IMMEDIATE")
-                return
-            except sqlite3.OperationalError as error:  # after the 30 s of the connection
-                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or not tries_left:
-                    raise
 
     def fail(self, fault: PenstockError) -> None:
         """Write nothing more: every waiter and every later call gets the fault."""

@@ -15,22 +15,19 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from penstock.engine.protocol import EngineStats, Generation, GenerationRequest, PauseMode
-from penstock.errors import EngineError, EnginesLost, PartFailed, RunError, UserError, WorkerDied
+from penstock.errors import EngineError, EnginesLost, PartFailed, UserError, WorkerDied
 from penstock.types import WeightHandle
 from penstock.waits import WaitKind
 from penstock.workers.pool.requests import (
-    ENDED,
     MOVES,
-    WORKING,
     Engine,
     EngineState,
-    LentEngine,
     PromptBatch,
     Requests,
     Scheduler,
     empty_answer,
 )
-from penstock.workers.pool.weights import Loads, NewestWeights, NodeCopies, Renew
+from penstock.workers.pool.weights import NewestWeights, NodeCopies, Renew
 from penstock.workers.supervise.supervised import Call, Restarts, Supervised, SupervisionCallbacks
 
 T = TypeVar("T")
@@ -44,12 +41,9 @@ class EnginePool:
     starting   no worker serves: it died, or was just added. The supervision starts a worker, loads the
                newest weights (`_prepare`) and moves it to serving (`_join`), or gives it up: dead.
     serving    takes requests. A call that finds the worker dead moves it to starting.
-    set aside  lent to one user: keeps its weights and takes no requests of the pool. `set_aside` moves it
-               there and back; if it dies, it is starting, and then serves the pool.
-    dead       the supervision gave up, or the engine failed in this process. Final.
-    retired    drained by `scale`. Final.
+    dead       the supervision gave up, the engine failed in this process, or `scale` drained it. Final.
 
-    Asleep is a state of the whole pool (`sleep`, `release_gpu`, `wake`): working engines hold no GPU memory and no request
+    Asleep is a state of the whole pool (`sleep`, `release_gpu`, `wake`): serving engines hold no GPU memory and no request
     is bound. An engine that is back meanwhile goes to sleep too.
 
     Requests wait for: room at an engine, or one that serves. Woken by: answers, engines that join or resume.
@@ -65,16 +59,13 @@ class EnginePool:
         *,
         slots: int = 0,
         update: UpdateOrder = "together",
-        may_leave: bool = False,
         shares_gpu: bool = False,
     ) -> None:
         """Build the pool of workers that have started.
 
-        events: told when the first engine has new weights (requests that come from then on go only to engines
-        that have them), and when an engine has confirmed weights by its answer or by tokens sampled from them.
+        events: told when an engine has confirmed weights, by its answer or by tokens sampled from them.
         make: returns a further engine, by its index. copies: one copy of the weights per node.
         renew: publishes weights again that cannot be read. slots: requests that an engine runs at once; 0: ask it.
-        may_leave: whether publications go on without an engine that is late with the ones before.
         shares_gpu: with the trainer: engines wake, start and load in their turn.
         """
         if not supervised:
@@ -82,7 +73,6 @@ class EnginePool:
         self._events, self._make = events, make
         self._weights = NewestWeights(copies, renew, events.confirmed)
         self._update = update
-        self._loads, self._may_leave = Loads(self._catch_up, events.note), may_leave
         self._engines: list[Engine] = []
         self._asks_for_slots = not slots
         self._scheduler = Scheduler(self._engines, slots or UNKNOWN_SLOTS)
@@ -93,8 +83,6 @@ class EnginePool:
             until_one_serves=self._until_one_serves,
             note=events.note,
         )
-        self._least_version = 0  # the oldest weights that new requests may be generated with
-        self._after_update: list[Callable[[], Awaitable[None]]] = []  # called once
         self._scaling = asyncio.Lock()
         self._switching = asyncio.Lock()  # held to load weights, to join, to fall asleep, to wake
         self._gpu_released = asyncio.Event()  # not set: the trainer holds the GPU
@@ -128,8 +116,8 @@ class EnginePool:
 
     @property
     def count(self) -> int:
-        """The number of engines that are neither dead nor retired."""
-        return len(self._engines) - len(self._in(*ENDED))
+        """The number of engines that are not dead."""
+        return len(self._engines) - len(self._in(EngineState.DEAD))
 
     def _in(self, *states: EngineState) -> list[Engine]:
         return [engine for engine in self._engines if engine.state in states]
@@ -138,11 +126,8 @@ class EnginePool:
         """Move an engine to another state and update its requests; the only place that does so."""
         assert state in MOVES[engine.state], f"{engine.state} -> {state}"
         engine.state, engine.reason = state, reason
-        if engine.loaded is not None:
-            engine.version = engine.loaded[0]
         engine.serves = state is EngineState.SERVING
-        if state is EngineState.RETIRED:
-            self._scheduler.count_retired()
+        engine.ended = state is EngineState.DEAD
         if not self._in(EngineState.SERVING):
             self._requests.unqueue_all()
         self._requests.bind_queued()
@@ -150,11 +135,11 @@ class EnginePool:
 
     def _lost(self, engine: Engine) -> None:
         """Note that a call found the worker dead, unless its successor serves already."""
-        if engine.state in WORKING and engine.supervised.worker is None:
+        if engine.serves and engine.supervised.worker is None:
             self._move(engine, EngineState.STARTING)
 
     def _given_up(self, engine: Engine) -> None:
-        if engine.state not in ENDED:
+        if not engine.ended:
             self._move(engine, EngineState.DEAD, str(engine.supervised.given_up))
 
     async def _end(self, engine: Engine, error: Exception) -> None:
@@ -186,7 +171,7 @@ class EnginePool:
     @contextlib.asynccontextmanager
     async def _reserve_start(self, engine: Engine) -> AsyncIterator[None]:
         """Wait until the trainer has released the GPU, then reserve this engine's start."""
-        if engine.state in WORKING:
+        if engine.serves:
             self._move(engine, EngineState.STARTING)
         await self._reserve_gpu(engine)
         try:
@@ -235,8 +220,6 @@ class EnginePool:
                 if engine.state is not EngineState.STARTING:
                     return
                 await self._weights.load_newest(engine, engine.supervised.call)
-                if self._weights.is_ahead and engine.loaded is not None:
-                    self._tell_first_loaded(*engine.loaded)
                 if self._asleep:
                     await engine.supervised.call("pause", "wait")
                     await engine.supervised.call("sleep")
@@ -256,9 +239,9 @@ class EnginePool:
         if count < 1 or self._make is None:
             raise UserError(f"producers: got {count}, allowed: 1 or more, in a run with workers")
         async with self._scaling:
-            now = [engine for engine in self._engines if engine.state not in ENDED]
+            now = [engine for engine in self._engines if not engine.ended]
             for engine in now[count:]:
-                if engine.state not in ENDED:  # it may have died while another was drained
+                if not engine.ended:  # it may have died while another was drained
                     await self._drain(engine)
             return [await self._add(self._make) for _ in range(count - len(now))]
 
@@ -279,7 +262,7 @@ class EnginePool:
 
     async def _drain(self, engine: Engine) -> None:
         """Let the engine's running requests finish, then close it."""
-        self._move(engine, EngineState.RETIRED)
+        self._move(engine, EngineState.DEAD, f"{engine.name}: it was drained")
         self._starts.add(engine)
         try:
             with contextlib.suppress(EngineError, WorkerDied):  # a dead engine ends the same way
@@ -289,50 +272,6 @@ class EnginePool:
             self._end_start(engine)
         engine.supervised.retire("it was drained")
 
-    # ---- set aside
-
-    @contextlib.asynccontextmanager
-    async def set_aside(self) -> AsyncIterator[LentEngine | None]:
-        """Lend the least busy engine, which keeps its weights while the others get newer ones.
-
-        Yield None if no other engine would serve. At the end it loads the newest weights and serves.
-        """
-        async with self._switching:
-            engine = self._least_busy()
-            if engine is not None:
-                self._move(engine, EngineState.ASIDE)
-        if engine is None:
-            yield None
-            return
-        try:
-            yield LentEngine(engine, self._ask, self._stats_of)
-        except RunError:
-            await self._take_back(engine)
-            raise
-        await self._take_back(engine)  # skipped if the run is ending (cancelled)
-
-    def _least_busy(self) -> Engine | None:
-        """The least busy engine with the newest weights, if it is not the only one."""
-        serving = self._in(EngineState.SERVING)
-        newest = max((engine.version for engine in serving), default=0)
-        able = [engine for engine in serving if engine.version == newest]
-        return min(able, key=lambda engine: engine.tokens) if len(able) > 1 else None
-
-    async def _take_back(self, engine: Engine) -> None:
-        async def take_back() -> None:
-            async with self._switching_with_gpu():
-                if engine.state is EngineState.ASIDE:
-                    await self._weights.load_newest(engine, engine.supervised.call)
-                if engine.state is EngineState.ASIDE:  # the engine did not die during the load
-                    self._move(engine, EngineState.SERVING)
-
-        try:
-            await self._weights.renewing(take_back)
-        except WorkerDied:
-            self._lost(engine)
-        except EngineError as error:
-            await self._end(engine, error)
-
     # ---- requests
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -341,7 +280,7 @@ class EnginePool:
     def generate_many(
         self, requests: list[GenerationRequest]
     ) -> Coroutine[Any, Any, list[Generation]]:
-        return self._requests.generate_many(requests, self._least_version)
+        return self._requests.generate_many(requests)
 
     async def abort(self, request_id: str) -> None:
         await self._requests.abort(request_id)
@@ -373,24 +312,24 @@ class EnginePool:
     async def start(self) -> None:
         """Ask the engines, which the launcher has started, how many requests each runs at once."""
         if self._asks_for_slots:
-            await self._each(self._stats_of, self._in(*WORKING))
+            await self._each(self._stats_of, self._in(EngineState.SERVING))
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Pause all engines. Requests that wait for an engine stay queued, or end (`abort`)."""
         self._scheduler.hold(True)
         if mode == "abort":
             self._end_waiting()
-        await self._at_least_one(lambda: self._call_working("pause", mode))
+        await self._at_least_one(lambda: self._call_serving("pause", mode))
 
     async def resume(self) -> None:
         self._scheduler.hold(False)
-        await self._call_working("resume")  # an engine that is back later is not paused
+        await self._call_serving("resume")  # an engine that is back later is not paused
         self._requests.bind_queued()
 
     async def sleep(self) -> None:
         async with self._switching:
             self._asleep = True
-        await self._call_working("sleep")  # dead engines need not answer: they hold no GPU memory
+        await self._call_serving("sleep")  # dead engines need not answer: they hold no GPU memory
 
     async def release_gpu(self) -> None:
         """Finish running requests and sleep until `wake`; let no engine start or load meanwhile.
@@ -402,8 +341,8 @@ class EnginePool:
             self._gpu_released.clear()
             self._asleep = True
         await self._until_none_starts()
-        await self._call_working("pause", "wait")
-        await self._call_working("sleep")
+        await self._call_serving("pause", "wait")
+        await self._call_serving("sleep")
         await self._until_none_starts()  # `scale` may have begun to drain one meanwhile
 
     async def _until_none_starts(self) -> None:
@@ -419,16 +358,14 @@ class EnginePool:
         self.trainer_released_gpu()
         async with self._switching:
             self._asleep = False
-            await self._call_working("wake")
+            await self._call_serving("wake")
 
     async def stats(self) -> EngineStats:
         """Sums; the version is the oldest one that new requests are sampled with."""
         all_stats = await self._at_least_one(
             lambda: self._each(self._stats_of, self._in(EngineState.SERVING))
         )
-        in_time = [stats for stats in all_stats if stats.policy_version >= self._least_version]
-        oldest = min(in_time or all_stats, key=lambda stats: stats.policy_version)
-        all_stats += await self._each(self._stats_of, self._in(EngineState.ASIDE))
+        oldest = min(all_stats, key=lambda stats: stats.policy_version)
         return EngineStats(
             policy_version=oldest.policy_version,
             digest=oldest.digest,
@@ -444,10 +381,9 @@ class EnginePool:
         self._requests.close()
         self._end_waiting()
         for engine in self._engines:
-            if engine.state not in ENDED:
+            if not engine.ended:
                 self._move(engine, EngineState.DEAD, f"{engine.name}: it was closed")
         await asyncio.gather(*(engine.supervised.close() for engine in self._engines))
-        await self._loads.close()
         await self._requests.aborts_sent()
 
     def _end_waiting(self) -> None:
@@ -478,9 +414,9 @@ class EnginePool:
     async def _is_alive(self, engine: Engine) -> bool:
         return bool(await self._each(self._stats_of, [engine]))
 
-    async def _call_working(self, method: str, *args: Any) -> list[Any]:
+    async def _call_serving(self, method: str, *args: Any) -> list[Any]:
         return await self._each(
-            lambda engine: engine.supervised.call(method, *args), self._in(*WORKING)
+            lambda engine: engine.supervised.call(method, *args), self._in(EngineState.SERVING)
         )
 
     async def _at_least_one(self, call: Callable[[], Awaitable[list[T]]]) -> list[T]:
@@ -515,76 +451,23 @@ class EnginePool:
     # ---- weights
 
     async def update_weights(self, version: int, source: WeightHandle) -> str:
-        """Load weights into the engines that serve, together or one after another (`rolling`).
-
-        Together: nobody waits for an engine that is late, if `may_leave` (`weights.py`).
-        """
+        """Load weights into all engines that serve, together or one after another (`rolling`)."""
         assert version == source.version
         self._weights.publish(source)
         digests = await self._at_least_one(lambda: self._weights.renewing(self._load_all))
-        self._least_version = max(self._least_version, version)
-        callbacks, self._after_update = self._after_update, []
-        for callback in callbacks:
-            await callback()
         return digests[0]
-
-    def after_next_update(self, callback: Callable[[], Awaitable[None]]) -> None:
-        """Await `callback` when the next weights are loaded."""
-        self._after_update.append(callback)
 
     async def _load_all(self) -> list[str]:
         async with self._switching_with_gpu():
             handle = self._weights.handle
             assert handle is not None
+            call = partial(self._load_into, handle)
             engines = self._in(EngineState.SERVING)
-            is_together = self._update == "together"
-            rounds = [engines] if is_together else [[engine] for engine in engines]
-            may_leave = self._may_leave and is_together and self._may_be_late(handle)
-            load = partial(self._load_into, handle)
-            tells = is_together or self._weights.is_ahead
-            tell = partial(self._tell_first_loaded, handle.version) if tells else None
-            digests = [
-                await self._loads.together(some, load, tell, may_leave=may_leave) for some in rounds
-            ]
-            return [digest for loaded in digests for digest in loaded]
+            rounds = [engines] if self._update == "together" else [[engine] for engine in engines]
+            return [digest for some in rounds for digest in await self._each(call, some)]
 
-    async def _load_into(self, handle: WeightHandle, engine: Engine) -> list[str]:
-        """Load weights into one engine; return its digest, or nothing if it died."""
-        call = engine.supervised.call
-        digests = await self._answer_of(lambda e: self._weights.load(e, handle, call), engine)
-        self._note_version(engine)
-        return digests
-
-    def _may_be_late(self, handle: WeightHandle) -> bool:
-        """Whether a late reader costs no GPU memory: one more copy of the weights is kept for it."""
-        where = handle.location
-        return not self._shares_gpu and not (isinstance(where, dict) and where.get("device"))
-
-    async def _catch_up(self, engine: Engine, loading: asyncio.Task[list[str]]) -> None:
-        """Await a late load, then load what was published since; restart an engine that cannot."""
-        with contextlib.suppress(RunError):  # such as WeightsGone; newer weights are tried next
-            await loading
-        try:
-            while engine.state is EngineState.SERVING and not self._weights.are_in(engine):
-                await self._weights.renewing(
-                    lambda: self._weights.load_newest(engine, engine.supervised.call)
-                )
-                self._note_version(engine)
-        except WorkerDied:
-            self._lost(engine)
-        except RunError as error:
-            await self._end(engine, error)
-
-    def _note_version(self, engine: Engine) -> None:
-        if engine.loaded is not None:
-            engine.version = engine.loaded[0]
-            self._requests.bind_queued()
-
-    def _tell_first_loaded(self, version: int, digest: str) -> None:
-        """From now on requests go only to engines that have this version."""
-        if version > self._least_version:
-            self._least_version = version
-            self._events.first_loaded(version, digest)
+    async def _load_into(self, handle: WeightHandle, engine: Engine) -> str:
+        return await self._weights.load(engine, handle, engine.supervised.call)
 
     @contextlib.asynccontextmanager
     async def _switching_with_gpu(self) -> AsyncIterator[None]:

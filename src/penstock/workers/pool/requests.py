@@ -8,8 +8,7 @@ is never moved (docs/workers.md has the measurements). A choice looks at every e
 a prompt.
 
 `Requests` acts. Requests of a dead engine are retried on another one, or wait for the first that serves again, so a
-death costs time and no group. An engine that was set aside serves one user alone (`LentEngine`). Which
-state an engine is in is decided by `pool.py`.
+death costs time and no group. Which state an engine is in is decided by `pool.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from penstock.engine.protocol import EngineStats, FinishReason, Generation, GenerationRequest
-from penstock.errors import EngineError, RunError, WorkerDied
+from penstock.engine.protocol import FinishReason, Generation, GenerationRequest
+from penstock.errors import RunError
 from penstock.types import WeightHandle
 from penstock.workers.supervise.supervised import Supervised
 
@@ -54,7 +53,6 @@ class PromptBatch:
 
     size: int  # number of requests
     tokens: int  # the most that the requests can hold, prompts and responses
-    least_version: int = 0  # version of the oldest weights that may generate this work
     holder: int | None = None  # the engine that made the session's last response
     engine: int | None = None  # the engine that the work is bound to
     is_queued: bool = False
@@ -86,7 +84,7 @@ class EngineLoad:
     """One engine as the scheduler sees it."""
 
     serves: bool = True  # whether the engine takes work
-    version: int = 0  # policy version of its weights
+    ended: bool = False  # it never takes work again
     slots: int = 0  # requests that it runs at once; 0: as many as every engine
     requests: int = 0  # requests bound to it
     tokens: int = 0  # tokens of these requests
@@ -103,7 +101,6 @@ class Scheduler:
         """engines: by their index; more may be added, and each may cease to serve."""
         self.engines = engines
         self.slots = slots  # requests that an engine runs at once if it does not say
-        self._num_retired = 0  # engines that never take work again
         self.held = False
         self.waiting = 0  # requests in the queue
         self.running = 0  # requests that are bound
@@ -117,10 +114,6 @@ class Scheduler:
         """Note how many requests an engine runs at once; for engines that do not say, the fewest count."""
         self.engines[index].slots = slots
         self.slots = min(engine.slots for engine in self.engines if engine.slots)
-
-    def count_retired(self) -> None:
-        """Note that one engine more never takes work again."""
-        self._num_retired += 1
 
     def hold(self, held: bool) -> None:
         """Bind nothing while `held`."""
@@ -212,17 +205,17 @@ class Scheduler:
         if work.holder is not None and not self.held:
             holder = self.engines[work.holder]
             is_free = holder.requests < (holder.slots or self.slots)
-            if holder.serves and holder.version >= work.least_version and is_free:
+            if holder.serves and is_free:
                 return work.holder
-        chosen = None if self.held else self._least_busy(work.least_version)
+        chosen = None if self.held else self._least_busy()
         if chosen is not None and chosen.pace and chosen.refused < _REFUSALS:
             least_pace = self._least_pace(work)
             if chosen.pace < least_pace:
                 chosen.refused += 1
-                chosen = self._least_busy(work.least_version, least_pace)
+                chosen = self._least_busy(least_pace)
         return None if chosen is None else self.engines.index(chosen)
 
-    def _least_busy(self, least_version: int, least_pace: float = 0.0) -> EngineLoad | None:
+    def _least_busy(self, least_pace: float = 0.0) -> EngineLoad | None:
         """The engine with a free slot that would finish its tokens first.
 
         One that is not measured yet counts as fast as the average. More is bound than can run, by the share
@@ -232,15 +225,11 @@ class Scheduler:
         chosen, least_s = None, math.inf
         slots, average = self.slots, self._speed or 1.0
         per_slot = _AHEAD / max(_LEAST_FILL, self._fill or _UNKNOWN_FILL)
-        if len(self.engines) - self._num_retired == 1:
+        if sum(not engine.ended for engine in self.engines) == 1:
             per_slot = math.inf
         for engine in self.engines:
-            if not engine.serves or engine.version < least_version:
-                continue
-            if (
-                engine.requests >= (engine.slots or slots) * per_slot
-                or 0 < engine.pace < least_pace
-            ):
+            is_full = engine.requests >= (engine.slots or slots) * per_slot
+            if not engine.serves or is_full or 0 < engine.pace < least_pace:
                 continue
             seconds = engine.tokens / (engine.speed or average)
             if seconds < least_s:
@@ -248,14 +237,11 @@ class Scheduler:
         return chosen
 
     def _least_pace(self, work: PromptBatch) -> float:
-        """The pace below which the other engines would finish the queue before one response is made.
-
-        Engines with weights that are too old for this work finish nothing of it.
-        """
+        """The pace below which the other engines would finish the queue before one response is made."""
         slots, fastest, together = self.slots, 0.0, 0.0
         for engine in self.engines:
             pace = engine.pace
-            if pace and engine.serves and engine.version >= work.least_version:
+            if pace and engine.serves:
                 together += pace * (engine.slots or slots)
                 if pace > fastest:
                     fastest = pace
@@ -272,19 +258,13 @@ class EngineState(StrEnum):
 
     STARTING = "starting"
     SERVING = "serving"
-    ASIDE = "set aside"
     DEAD = "dead"
-    RETIRED = "retired"
 
 
-WORKING = (EngineState.SERVING, EngineState.ASIDE)  # states of an engine with a worker
-ENDED = (EngineState.DEAD, EngineState.RETIRED)
 MOVES = {
-    EngineState.STARTING: {EngineState.SERVING, *ENDED},
-    EngineState.SERVING: {EngineState.STARTING, EngineState.ASIDE, *ENDED},
-    EngineState.ASIDE: {EngineState.STARTING, EngineState.SERVING, *ENDED},
+    EngineState.STARTING: {EngineState.SERVING, EngineState.DEAD},
+    EngineState.SERVING: {EngineState.STARTING, EngineState.DEAD},
     EngineState.DEAD: set(),
-    EngineState.RETIRED: set(),
 }
 
 
@@ -352,21 +332,20 @@ class Requests:
         self._aborting: set[asyncio.Task[None]] = set()
         self._slow: set[int] = set()  # engines that the user was told of
 
-    async def generate_many(
-        self, requests: list[GenerationRequest], least_version: int
-    ) -> list[Generation]:
+    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
         """Generate the responses of one prompt on one engine, and if it dies, on another.
 
-        Requests of several prompts, or more than an engine runs at once, are generated in parts.
+        More requests than an engine runs at once are generated in parts.
         """
-        parts = self._parts(requests)
-        if len(parts) != 1:
-            return await self._generate_parts(requests, parts, least_version)
+        most = self._scheduler.slots
+        if not 0 < len(requests) <= most:
+            parts = [requests[start : start + most] for start in range(0, len(requests), most)]
+            made = await asyncio.gather(*map(self.generate_many, parts))
+            return [generation for part in made for generation in part]
         session = requests[0].session
         batch = PromptBatch(
             size=len(requests),
             tokens=sum(request.num_tokens for request in requests),
-            least_version=least_version,
             holder=self._holders.get(session),
             left=requests,
         )
@@ -400,30 +379,6 @@ class Requests:
         if batch.left:
             batch.end("error", error="engine pool: it is closed")
         return [batch.done[request.request_id] for request in requests]
-
-    def _parts(self, requests: list[GenerationRequest]) -> list[list[int]]:
-        """The places of the requests that go to one engine together: of one prompt, not too many."""
-        shared, slots = requests[0].prompt_ids if requests else None, self._scheduler.slots
-        if 0 < len(requests) <= slots and all(r.prompt_ids is shared for r in requests):
-            return [list(range(len(requests)))]  # a group, as most calls
-        prompts: dict[bytes, list[int]] = {}
-        for place, request in enumerate(requests):
-            prompts.setdefault(request.prompt_ids.tobytes(), []).append(place)
-        return [
-            places[start : start + slots]
-            for places in prompts.values()
-            for start in range(0, len(places), slots)
-        ]
-
-    async def _generate_parts(
-        self, requests: list[GenerationRequest], parts: list[list[int]], least_version: int
-    ) -> list[Generation]:
-        batches = ([requests[place] for place in part] for part in parts)
-        answers = await asyncio.gather(*(self.generate_many(b, least_version) for b in batches))
-        results: dict[int, Generation] = {}
-        for places, part in zip(parts, answers, strict=True):
-            results.update(zip(places, part, strict=True))
-        return [results[place] for place in range(len(requests))]
 
     async def _bind(self, batch: PromptBatch, *, first: bool) -> bool:
         """Wait until the batch is bound to an engine; False if it left the queue. Waits for: a slot."""
@@ -535,31 +490,3 @@ class Requests:
     async def aborts_sent(self) -> None:
         """Wait for the aborts of cancelled callers."""
         await asyncio.gather(*self._aborting, return_exceptions=True)
-
-
-class LentEngine:
-    """One engine that was set aside; its death is an EngineError to its user."""
-
-    def __init__(
-        self, engine: Engine, ask: Ask, stats: Callable[[Engine], Awaitable[EngineStats]]
-    ) -> None:
-        """stats: raises WorkerDied if the engine has died."""
-        self._engine, self._ask, self._stats = engine, ask, stats
-
-    async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
-        generations, died = await self._ask(self._engine, requests)
-        if died:
-            raise EngineError(f"{self._engine.name}: it died with {len(requests)} requests")
-        return generations
-
-    async def abort(self, request_id: str) -> None:
-        await abort_on(self._engine, [request_id])
-
-    async def stats(self) -> EngineStats:
-        """Wait for a worker that is being restarted, then ask it."""
-        try:
-            if self._engine.supervised.worker is None:
-                await self._engine.supervised.ready()
-            return await self._stats(self._engine)
-        except WorkerDied as error:
-            raise EngineError(str(error)) from error

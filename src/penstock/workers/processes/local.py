@@ -12,6 +12,7 @@ from pathlib import Path
 from penstock.config import Config
 from penstock.files import weight_folder
 from penstock.weights import sync_kind
+from penstock.workers.part_factories import ENGINE, TRAINER
 from penstock.workers.processes.process_worker import (
     ProcessWorker,
     engine_imports,
@@ -58,7 +59,7 @@ def _spawn_engine(config: Config, log_folder: Path, number: int) -> Callable[[],
     async def spawn() -> Worker:
         return await ProcessWorker.start(
             f"engine-{number}",
-            "penstock.workers.part_factories:engine_part",
+            ENGINE,
             config,
             number,
             log_path=log_folder / f"engine-{number}.log",
@@ -83,7 +84,7 @@ def spawn_trainer(
                 *(
                     ProcessWorker.start(
                         name,
-                        "penstock.workers.part_factories:trainer_part",
+                        TRAINER,
                         config,
                         total_steps,
                         *link,

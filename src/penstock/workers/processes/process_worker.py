@@ -36,12 +36,10 @@ from penstock.workers.rpc import (
     one_line,
     read_frame,
     with_log_path,
-    write_frame,
 )
 
 _STREAM_LIMIT = 1 << 20
 _CLOSE_TIMEOUT_S = 1.0
-_STACK_TIMEOUT_S = 2.0
 _SIGNAL_TIMEOUT_S = 5.0
 # On ARM torch allocates by mimalloc, which gives freed memory back to the system after this time, large blocks
 # after ten times as long. With mimalloc's own 10 ms a training step clears the same pages again and again.
@@ -141,7 +139,7 @@ class ProcessWorker:
         except BaseException:  # a stop during the start: the process must not outlive it
             worker_process.discard()
             raise
-        write_frame(writer, (sys.path, name, str(log_path.absolute()), factory, args))
+        writer.write(frame((sys.path, name, str(log_path.absolute()), factory, args)))
         worker = cls(name, worker_process, log_path, reader, writer)
         try:
             async with asyncio.timeout(timeout_s):
@@ -213,16 +211,12 @@ class ProcessWorker:
         return f"{self.name}: {self._end}{self._last_log_line()}"
 
     async def stack(self) -> str:
-        """Ask the worker's event loop; if that is blocked, send a signal and read the stack from the log."""
+        """Send a signal and read the stacks from the log, also of a worker whose event loop is blocked.
+
+        Waits for the byte that the worker writes after the last line, or for its end.
+        """
         if is_stopped(self.pid):
             return f"(its process is stopped: kill -CONT {self.pid} lets it go on)"
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STACK_TIMEOUT_S):
-                return str(await self.call("__stack__"))
-        return "its event loop is blocked; by signal:\n" + await self._stack_by_signal()
-
-    async def _stack_by_signal(self) -> str:
-        """Waits for the byte that the worker writes after the last line, or for its end."""
         loop, written, pipe = asyncio.get_running_loop(), asyncio.Event(), self._dumped
         if pipe < 0:
             return "(it was closed)"

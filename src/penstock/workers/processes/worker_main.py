@@ -29,8 +29,6 @@ from penstock.workers.rpc import (
     frame,
     portable_error,
     read_frame,
-    stacks,
-    write_frame,
 )
 
 CUDA = "cuda:"  # an import "cuda:N" stands for the context of GPU number N
@@ -86,8 +84,6 @@ async def serve(connection: socket.socket) -> None:
             work: Coroutine[Any, Any, Any]
             if method == "__start__":
                 work = server.build_named(search_path, factory, args)
-            elif method == "__stack__":
-                work = _stacks()
             else:
                 work = server.call(method, call_args)
             task = asyncio.create_task(_answer(writer, name, call_id, work))
@@ -113,7 +109,7 @@ def _tell_stages(writer: asyncio.StreamWriter) -> None:
 
     def send(text: str) -> None:
         stage = (STAGE, (text, time.time()), None)
-        loop.call_soon_threadsafe(write_frame, writer, stage)
+        loop.call_soon_threadsafe(writer.write, frame(stage))
 
     listen(send)
 
@@ -125,15 +121,11 @@ def _end() -> None:
     os._exit(0)
 
 
-async def _stacks() -> str:
-    return stacks()
-
-
 async def _answer(writer: asyncio.StreamWriter, name: str, call_id: int, work: Any) -> None:
     try:
-        write_frame(writer, (call_id, await work, None))
+        writer.write(frame((call_id, await work, None)))
     except Exception as error:  # raised by the part, or by an answer that cannot be sent
-        write_frame(writer, (call_id, None, portable_error(name, error)))
+        writer.write(frame((call_id, None, portable_error(name, error))))
     await writer.drain()
 
 

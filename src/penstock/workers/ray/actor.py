@@ -6,7 +6,7 @@ that an actor whose main event loop is blocked still shows its stack.
 
 Ray wraps an error into pages of text; a person gets the exception's own type and message, or Ray's reason for
 the actor's end, in one line (`why`). Large arguments of a call, such as a batch, go through Ray's object
-store, which spills to disk. If that is full too, sending is repeated for a bounded time (`retry_while_full`).
+store, which spills to disk.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import (
@@ -30,8 +29,6 @@ from ray.exceptions import (
     ActorUnschedulableError,
     LocalRayletDiedError,
     NodeDiedError,
-    ObjectStoreFullError,
-    OutOfDiskError,
     OutOfMemoryError,
     RayActorError,
     RayError,
@@ -41,7 +38,6 @@ from ray.exceptions import (
 )
 
 from penstock.errors import PartFailed, RunError, WorkerDied
-from penstock.files import say
 from penstock.workers.rpc import (
     LONGEST_LINE,
     RpcServer,
@@ -71,8 +67,6 @@ _EXIT = re.compile(r"Worker exit type: (\S+) Worker exit detail: (.*)")
 _IDS = re.compile(r"^\t(class_name|actor_id|pid|name|namespace|ip): ")
 _ADVICE = re.compile(r"Some common causes include|Object store memory usage:")
 _NO_REASON = "Worker unexpectedly exits with a connection error"
-T = TypeVar("T")
-BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 
 def why(error: BaseException | None) -> str:
@@ -111,22 +105,6 @@ def _end_reason(text: str) -> str:
         if _NO_REASON in exit_[2]:
             said += ", by a crash, a signal or the kernel for want of memory"
     return said[:LONGEST_LINE]
-
-
-async def retry_while_full(what: str, send: Callable[[], T], note: Callable[[str], None]) -> T:
-    """The result of `send`; repeat it after a failure to store its arguments."""
-    for number, wait_s in enumerate(BACKOFF_S, 1):
-        try:
-            return send()
-        except (ObjectStoreFullError, OutOfDiskError):
-            full = f"{what}: Ray's object store and the disk under it are full"
-            note(f"{full}; trying again in {wait_s:g} s ({number} of {len(BACKOFF_S)})")
-        await asyncio.sleep(wait_s)  # Ray does not report free space
-    try:
-        return send()
-    except (ObjectStoreFullError, OutOfDiskError) as error:
-        waited_s = sum(BACKOFF_S)
-        raise RunError(f"{what}: no room in Ray's object store for {waited_s:g} s") from error
 
 
 _CALLS_AT_ONCE = 4096
@@ -213,30 +191,20 @@ class ActorWorker:
 
     can_be_killed = True
 
-    def __init__(
-        self, name: str, actor: Any, where: Where, log_path: Path, note: Callable[[str], None]
-    ) -> None:
+    def __init__(self, name: str, actor: Any, where: Where, log_path: Path) -> None:
         self.name = name
-        self._note = note
         self._log_path, self._logs_to_run = log_path, where.logs_to_run
         self.node, self.address = where.node, where.address
         self.pid, self.free_port = where.pid, where.free_port
         self._actor = actor
-        self._end: asyncio.Task[Any] = asyncio.ensure_future(_awaited(actor.forever.remote()))
+        self._end: asyncio.Task[Any] = asyncio.ensure_future(actor.forever.remote())
         self._end.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     @classmethod
     async def create(
-        cls,
-        name: str,
-        log_path: Path,
-        threads: int,
-        timeout_s: float,
-        *,
-        note: Callable[[str], None] = lambda text: say(text, error=True),
-        **options: Any,
+        cls, name: str, log_path: Path, threads: int, timeout_s: float, **options: Any
     ) -> ActorWorker:
-        """Create an actor that serves nothing yet; `build` gives it its part. note: takes lines to the user."""
+        """Create an actor that serves nothing yet; `build` gives it its part."""
         as_actor: Any = ray.remote
         watched = as_actor(concurrency_groups={_WATCH: 4})(ServingActor)
         make = watched.options(max_concurrency=_CALLS_AT_ONCE, **options)
@@ -254,12 +222,12 @@ class ActorWorker:
         except BaseException:  # a stop during the start: the actor must not outlive it
             ray.kill(actor)
             raise
-        return cls(name, actor, where, log_path, note)
+        return cls(name, actor, where, log_path)
 
     async def build(self, factory: str, *args: Any, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                await self._ask(self._actor.build.remote(sys.path, factory, args))
+                await self._ask("build", sys.path, factory, args)
         except TimeoutError:
             await self.kill()
             raise RunError(f"{self.name}: not ready after {timeout_s:g} s") from None
@@ -269,19 +237,13 @@ class ActorWorker:
         return f"node {self.address} pid {self.pid}"
 
     async def call(self, method: str, *args: Any) -> Any:
-        packed = _packed((method, args)) if method in _PACKED else None
+        if method in _PACKED:
+            return await self._ask("packed_call", _packed((method, args)))
+        return await self._ask("call", method, args)  # large arguments become objects of the store
 
-        def send() -> Any:  # large arguments become objects of the store
-            if packed is not None:
-                return self._actor.packed_call.remote(packed)
-            return self._actor.call.remote(method, args)
-
-        reference = await retry_while_full(f"{self.name}: {method}", send, self._note)
-        return await self._ask(reference)
-
-    async def _ask(self, reference: Any) -> Any:
+    async def _ask(self, method: str, *args: Any) -> Any:
         try:
-            answer = await reference
+            answer = await getattr(self._actor, method).remote(*args)
             error, result = pickle.loads(answer) if isinstance(answer, bytes) else answer
         except RayError as fault:
             raise self._translated(fault) from None
@@ -347,7 +309,3 @@ def as_actor(part: type, options: dict[str, Any]) -> Any:
 
 def _packed(value: Any) -> bytes:
     return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-
-
-async def _awaited(reference: Any) -> Any:
-    return await reference

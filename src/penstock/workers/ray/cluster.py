@@ -20,6 +20,7 @@ from typing import Any
 from penstock.config import Config, LaunchConfig, SamplingConfig
 from penstock.errors import UserError, WorkerDied
 from penstock.weights import DELTA, sync_kind
+from penstock.workers.part_factories import AGENT, DISTRIBUTOR, ENGINE, TRAINER
 from penstock.workers.pool.weights import NodeCopies
 from penstock.workers.ray.actor import ActorWorker
 from penstock.workers.ray.agents import ActorAgentLoop
@@ -166,7 +167,7 @@ async def _start_agent(
 
     async def spawn(name: str) -> Worker:
         worker = await actors.create(name, 1, actors.placement.agent_options())
-        await actors.build(worker, "agent_part", config, task, sampling, is_chat)
+        await actors.build(worker, AGENT, config, task, sampling, is_chat)
         loop.serve(worker)
         return worker
 
@@ -201,9 +202,7 @@ class _Actors:
 
     async def create(self, name: str, threads: int, options: dict[str, Any]) -> ActorWorker:
         timeout_s, log = self.config.launch.start_timeout_s, self.log_folder / f"{name}.log"
-        return await ActorWorker.create(
-            name, log, threads, timeout_s, note=self.events.note, **options
-        )
+        return await ActorWorker.create(name, log, threads, timeout_s, **options)
 
     async def place(self, name: str, threads: int, slot: PlacementSlot) -> ActorWorker:
         return await self.placement.start_actor(name, slot, partial(self.create, name, threads))
@@ -211,9 +210,7 @@ class _Actors:
     async def build(self, worker: ActorWorker, factory: str, *args: Any) -> ActorWorker:
         timeout_s = self.config.launch.start_timeout_s
         try:
-            await worker.build(
-                f"penstock.workers.part_factories:{factory}", *args, timeout_s=timeout_s
-            )
+            await worker.build(factory, *args, timeout_s=timeout_s)
         except WorkerDied:
             raise
         except BaseException:  # a part that fails or is stopped: its actor must not outlive it
@@ -227,7 +224,7 @@ class _Actors:
         where = NodeAffinitySchedulingStrategy(node, soft=False)
         worker = await self.create(name, 1, {"num_cpus": 0, "scheduling_strategy": where})
         how = (folder, node, worker.address, self.sync == DELTA)
-        return await self.build(worker, "distributor_part", *how)
+        return await self.build(worker, DISTRIBUTOR, *how)
 
 
 def _spawn_engine(
@@ -237,7 +234,7 @@ def _spawn_engine(
         threads = actors.config.of_engine(number).engine.threads
         worker = await actors.place(f"engine-{number}", threads, slot)
         actors.copies.place_engine(number, worker.node)
-        return await actors.build(worker, "engine_part", actors.config, number)
+        return await actors.build(worker, ENGINE, actors.config, number)
 
     async def spawn_or_free() -> Worker:
         try:
@@ -270,9 +267,7 @@ def _spawn_trainer(actors: _Actors, total_steps: int) -> Callable[[], Awaitable[
         link = (actors.sync, folders.get(node, ""))
         await all_or_first_error(
             *(
-                actors.build(
-                    worker, "trainer_part", config, total_steps, *link, rank, meeting, node
-                )
+                actors.build(worker, TRAINER, config, total_steps, *link, rank, meeting, node)
                 for rank, worker in enumerate(ranks)
             )
         )

@@ -102,7 +102,6 @@ class SupervisionCallbacks:
     waits: Waits
     note: Callable[[str], None] = lambda text: say(text, error=True)
     log: Callable[[str, str], str] = lambda worker, text: ""  # to a worker's log; returns its path
-    first_loaded: Callable[[int, str], None] = lambda version, digest: None  # by the first engine
     confirmed: Callable[[int, str], None] = lambda version, digest: None  # by an engine's answer
     replaced: Callable[[int, str], None] = lambda version, digest: None  # published for a lost one
 

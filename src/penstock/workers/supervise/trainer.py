@@ -157,6 +157,9 @@ class TrainerClient:
         handle: WeightHandle = await self._call("publish")
         return handle
 
+    async def engines_loaded(self) -> None:
+        """Go on after the engines have loaded the weights of a step; colocated, they wake now."""
+
     async def snapshot(self, folder: str) -> tuple[int, str]:
         """Copy the whole training state, to be written to `folder`; return its step and digest."""
         identity: tuple[int, str] = await self._call("snapshot", folder)
@@ -385,12 +388,12 @@ class ColocatedTrainer(TrainerClient):
         await self._release_gpu()
         return identity
 
+    async def engines_loaded(self) -> None:
+        self._weights_due = False
+        await self._release_gpu()
+
     async def publish(self) -> WeightHandle:
-        """Publish the weights. After a step, the engines wake when they have loaded them."""
-        handle = await self._trainer.publish()
-        if self._weights_due:
-            self._engines.after_next_update(self._wake_engines)
-        return handle
+        return await self._trainer.publish()
 
     async def write_snapshot(self) -> None:
         await self._trainer.write_snapshot()
@@ -400,10 +403,6 @@ class ColocatedTrainer(TrainerClient):
 
     async def close(self) -> None:
         await self._trainer.close()
-
-    async def _wake_engines(self) -> None:
-        self._weights_due = False
-        await self._release_gpu()
 
     async def _with_gpu(self, act: Callable[[], Awaitable[T]]) -> T:
         """Do `act` while the engines sleep; repeat it if the worker dies before it has offloaded."""
