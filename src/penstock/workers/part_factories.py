@@ -27,6 +27,7 @@ from penstock.weights.protocol import WeightSync
 
 if TYPE_CHECKING:
     from penstock.weights.distributor import Distributor
+    from penstock.weights.shared_memory import SharedMemorySync
     from penstock.workers.ray.agents import AgentPart
 
 
@@ -150,15 +151,20 @@ def trainer_part(
     node: str = "",
 ) -> TrainerService:
     """Build a trainer rank. `node`: the name of its node in a cluster, where it has its own folder."""
-    from penstock.weights.shared_memory import SharedMemorySync
-
     _set_rank_variables(config, rank, meeting)
     node_folder: ScratchFolder | None = None
     if node and rank == 0:
         node_folder = ScratchFolder(Path(folder)) if folder else weight_folder()
         folder = str(node_folder.path)
-    sync = SharedMemorySync(folder, node=node, on_device=_shares_device(config, kind))
+    sync = shared_memory(config, kind, folder, node)
     return TrainerService(config, total_steps, sync, node_folder)
+
+
+def shared_memory(config: Config, kind: str, folder: str, node: str = "") -> SharedMemorySync:
+    """The consumer's end of a weight sync, in the memory of the GPU or of the host."""
+    from penstock.weights.shared_memory import SharedMemorySync
+
+    return SharedMemorySync(folder, node=node, on_device=_shares_device(config, kind))
 
 
 def _shares_device(config: Config, kind: str) -> bool:
@@ -175,15 +181,21 @@ def _shares_device(config: Config, kind: str) -> bool:
     return device == "cuda" and (kind == "cuda_ipc" or not config.launch.colocate)
 
 
-def engine_part(config: Config, index: int, fetch: Fetch | None = None) -> InferenceEngine:
-    """Build an engine; without `fetch`, its weights come through shared memory."""
+def engine_part(
+    config: Config, index: int, fetch: Fetch | None = None, adapters: bool = False
+) -> InferenceEngine:
+    """Build an engine; without `fetch`, its weights come through shared memory.
+
+    adapters: requests may name adapters, which engines of other programs cannot hold.
+    """
     if fetch is None:
         from penstock.weights.shared_memory import SharedMemorySync
 
         fetch = SharedMemorySync().fetch
     config = config.of_engine(index)
     engine_class = load("engine.name", config.engine.name, ENGINES)
-    engine: InferenceEngine = engine_class.from_config(config, fetch=fetch, index=index)
+    more = {"adapters": True} if adapters else {}
+    engine: InferenceEngine = engine_class.from_config(config, fetch=fetch, index=index, **more)
     return engine
 
 

@@ -24,11 +24,13 @@ from penstock.workers.pool.requests import (
     WORKING,
     Engine,
     EngineState,
+    Generate,
     LentEngine,
     PromptBatch,
     Requests,
     Scheduler,
     empty_answer,
+    generate_on,
 )
 from penstock.workers.pool.weights import Loads, NewestWeights, NodeCopies, Renew
 from penstock.workers.supervise.supervised import Call, Restarts, Supervised, SupervisionCallbacks
@@ -63,6 +65,7 @@ class EnginePool:
         copies: NodeCopies | None = None,
         renew: Renew | None = None,
         *,
+        generate: Generate = generate_on,
         slots: int = 0,
         update: UpdateOrder = "together",
         may_leave: bool = False,
@@ -73,13 +76,13 @@ class EnginePool:
         events: told when the first engine has new weights (requests that come from then on go only to engines
         that have them), and when an engine has confirmed weights by its answer or by tokens sampled from them.
         make: returns a further engine, by its index. copies: one copy of the weights per node.
-        renew: publishes weights again that cannot be read. slots: requests that an engine runs at once; 0: ask it.
-        may_leave: whether publications go on without an engine that is late with the ones before.
+        renew: publishes weights again that cannot be read. generate: gets the answers of one engine. slots:
+        requests that it runs at once; 0: ask it. may_leave: publications go on without a late engine.
         shares_gpu: with the trainer: engines wake, start and load in their turn.
         """
         if not supervised:
             raise EngineError("engine pool: got 0 engines, allowed: at least 1")
-        self._events, self._make = events, make
+        self._events, self._make, self._generate = events, make, generate
         self._weights = NewestWeights(copies, renew, events.confirmed)
         self._update = update
         self._loads, self._may_leave = Loads(self._catch_up, events.note), may_leave
@@ -355,7 +358,7 @@ class EnginePool:
         Raise an error of its part if the engine lives.
         """
         try:
-            answers: list[Generation] = await engine.supervised.call("generate_many", requests)
+            answers = await self._generate(engine, requests)
         except (WorkerDied, PartFailed, EngineError) as error:
             if isinstance(error, WorkerDied):
                 self._lost(engine)

@@ -11,7 +11,8 @@ import importlib.util
 import os
 import secrets
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,11 @@ from typing import Any
 
 from penstock.config import Config, LaunchConfig, SamplingConfig
 from penstock.errors import UserError, WorkerDied
+from penstock.files import weight_folder
+from penstock.types import WeightHandle
 from penstock.weights import DELTA, sync_kind
+from penstock.workers.part_factories import shared_memory
+from penstock.workers.pool.requests import Generate
 from penstock.workers.pool.weights import NodeCopies
 from penstock.workers.ray.actor import ActorWorker
 from penstock.workers.ray.agents import ActorAgentLoop
@@ -32,7 +37,13 @@ from penstock.workers.supervise.supervised import (
     nothing,
 )
 from penstock.workers.supervise.trainer import as_one_worker
-from penstock.workers.workers import Workers, all_or_first_error, start_workers
+from penstock.workers.workers import (
+    Engines,
+    Workers,
+    all_or_first_error,
+    start_engine_workers,
+    start_workers,
+)
 
 _CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 _TOKEN_TIMEOUT_S = 5.0
@@ -46,19 +57,53 @@ async def start(
     config: Config, total_steps: int, log_folder: Path, events: SupervisionCallbacks
 ) -> Workers:
     """Join or start the cluster, place the actors, build their parts."""
-    kind = sync_kind(config)
     engines = config.launch.model_copy(update={"num_producers": config.num_engines})
     config = config.model_copy(update={"launch": engines})
-    ours = connect(config.launch)
     num_agents = sum(task.agent_actors for task in config.tasks.values())
+    async with _placed(config, num_agents, log_folder, events) as actors:
+        return await _start_parts(actors, total_steps)
+
+
+async def start_engines(
+    config: Config, log_folder: Path, events: SupervisionCallbacks, generate: Generate
+) -> Engines:
+    """Place engines that hold adapters; this process, on a node of the cluster, publishes their weights."""
+    alone = config.launch.model_copy(update={"num_consumers": 0, "colocate": False})
+    config = config.model_copy(update={"launch": alone})
+    async with _placed(config, 0, log_folder, events) as actors:
+        import ray
+
+        folder, node = weight_folder(), ray.get_runtime_context().get_node_id()
+        sync = shared_memory(config, actors.sync, str(folder.path), node)
+        engines = [_make_engine(actors, n, adapters=True) for n in range(alone.num_producers)]
+
+        def publish(version: int, digest: str, read: Callable[[], Any]) -> WeightHandle:
+            return sync.publish(version, digest, read())
+
+        async def clean_up() -> None:
+            sync.close()
+            folder.remove()
+            await actors.release()
+
+        return await start_engine_workers(
+            config, events, engines, publish, generate, clean_up=clean_up, copies=actors.copies
+        )
+
+
+@asynccontextmanager
+async def _placed(
+    config: Config, num_agents: int, log_folder: Path, events: SupervisionCallbacks
+) -> AsyncIterator[_Actors]:
+    """Join or start the cluster and reserve places; what is not started inside gives them back."""
+    kind, ours = sync_kind(config), connect(config.launch)
     placement = Placement(config.launch, ours, events.note, num_agents=num_agents)
+    actors = _Actors(config, log_folder, placement, kind, events, ours)
     try:
         await placement.reserve()
-        actors = _Actors(config, log_folder, placement, kind, events)
-        return await _start_parts(actors, total_steps, ours)
+        log_folder.mkdir(parents=True, exist_ok=True)
+        yield actors
     except BaseException:  # a failed or stopped start: nothing stays reserved
-        placement.release()
-        disconnect(ours)
+        await actors.release()
         raise
 
 
@@ -124,25 +169,11 @@ def disconnect(ours: bool) -> None:
         ray.shutdown()
 
 
-async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers:
-    settings, events, placement = actors.config.launch, actors.events, actors.placement
-    actors.log_folder.mkdir(parents=True, exist_ok=True)
+async def _start_parts(actors: _Actors, total_steps: int) -> Workers:
+    settings, events = actors.config.launch, actors.events
     trainer = Supervised("trainer", _spawn_trainer(actors, total_steps), settings, events)
-
-    def make_engine(number: int) -> Supervised:
-        name = f"engine-{number}"
-        slot = placement.take(name, number)
-        spawn = _spawn_engine(actors, number, slot)
-        free = partial(placement.free, slot, name)
-        slot.worker = Supervised(name, spawn, settings, events, when_closed=free)
-        return slot.worker
-
+    make_engine = partial(_make_engine, actors)
     engines = [make_engine(number) for number in range(settings.num_producers)]
-
-    async def clean_up() -> None:
-        placement.release()
-        disconnect(ours)
-
     return await start_workers(
         actors.config,
         total_steps,
@@ -150,7 +181,7 @@ async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers
         trainer,
         engines,
         make_engine=make_engine,
-        clean_up=clean_up,
+        clean_up=actors.release,
         copies=actors.copies,
         start_agent=partial(_start_agent, actors),
     )
@@ -193,11 +224,17 @@ class _Actors:
     placement: Placement
     sync: str
     events: SupervisionCallbacks
+    ours: bool  # the cluster ends with the run
     copies: NodeCopies = field(init=False)
 
     def __post_init__(self) -> None:
         spawn = self._spawn_distributor
         self.copies = NodeCopies(spawn, self.config.launch, self.events)
+
+    async def release(self) -> None:
+        """Give back the places, and end a cluster of this run."""
+        self.placement.release()
+        disconnect(self.ours)
 
     async def create(self, name: str, threads: int, options: dict[str, Any]) -> ActorWorker:
         timeout_s, log = self.config.launch.start_timeout_s, self.log_folder / f"{name}.log"
@@ -230,14 +267,23 @@ class _Actors:
         return await self.build(worker, "distributor_part", *how)
 
 
+def _make_engine(actors: _Actors, number: int, *, adapters: bool = False) -> Supervised:
+    name, placement = f"engine-{number}", actors.placement
+    slot = placement.take(name, number)
+    spawn = _spawn_engine(actors, number, slot, adapters)
+    free = partial(placement.free, slot, name)
+    slot.worker = Supervised(name, spawn, actors.config.launch, actors.events, when_closed=free)
+    return slot.worker
+
+
 def _spawn_engine(
-    actors: _Actors, number: int, slot: PlacementSlot
+    actors: _Actors, number: int, slot: PlacementSlot, adapters: bool
 ) -> Callable[[], Awaitable[Worker]]:
     async def spawn() -> Worker:
         threads = actors.config.of_engine(number).engine.threads
         worker = await actors.place(f"engine-{number}", threads, slot)
         actors.copies.place_engine(number, worker.node)
-        return await actors.build(worker, "engine_part", actors.config, number)
+        return await actors.build(worker, "engine_part", actors.config, number, None, adapters)
 
     async def spawn_or_free() -> Worker:
         try:
