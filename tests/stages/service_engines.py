@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import penstock
 from penstock import AdamParams, Datum, SamplingParams
+from penstock.errors import WorkerDied
 
 IDS = [1, 5, 6, 7, 8, 9, 10, 11]
 REQUESTS = 6  # of each sampler
@@ -19,6 +21,7 @@ class Asking:
 
     def __init__(self, folder: Path, **launch: Any) -> None:
         settings = {f"launch.{key}": value for key, value in launch.items()}
+        settings["produce.strategy"] = "sync"  # no engine is left behind with older weights
         self.service = penstock.Service("demo", folder=folder, settings=settings)
         self.samplers = [self._trained(rank) for rank in (2, 3, 0)]
         self.samplers.append(self.service.create_sampling_client())
@@ -42,20 +45,30 @@ class Asking:
         return [future.result() for future in self.ask()]
 
     def answers_with_a_kill(self) -> list[Any]:
-        """Kill an engine when the first answer of the adapters and of the base has come."""
+        """Kill the busiest engine when the first answer of the adapters and of the base has come."""
         adapters = self.ask([*self.samplers[:2], self.samplers[3]])
         adapters[0].result()
-        os.kill(self.engine("engine-0").worker.pid, signal.SIGKILL)
+        engines = self.service._core._engines.pool._engines  # type: ignore[union-attr]
+        self.killed = max(engines, key=lambda engine: engine.requests).supervised
+        self._lost = self.killed.worker
+        os.kill(self._lost.pid, signal.SIGKILL)
         return [future.result() for future in adapters]
 
     def engine(self, name: str) -> Any:
         """The supervised engine."""
         return self.service._core._engines.supervised[name]  # type: ignore[union-attr]
 
-    def until_back(self, name: str) -> int:
-        """Wait until an engine serves again; how often it was started again."""
-        self.service._call(self.engine(name).ready())
-        return int(self.engine(name).restarts)
+    def until_back(self) -> int:
+        """Wait until the engine that was killed serves again; how often it was started again."""
+
+        async def wait() -> None:
+            await self._lost.ended()
+            with contextlib.suppress(WorkerDied):
+                await self.killed.call("stats")
+            await self.killed.ready()
+
+        self.service._call(wait())
+        return int(self.killed.restarts)
 
     def holding(self) -> set[str]:
         """The engines whose workers of now hold adapters; none is in use."""

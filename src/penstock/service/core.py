@@ -41,7 +41,7 @@ from penstock.workers import ENGINE_LAUNCHERS
 from penstock.workers.rpc import append_to_log
 from penstock.workers.supervise.supervised import SupervisionCallbacks
 from penstock.workers.watchdog import Watchdog
-from penstock.workers.workers import Engines
+from penstock.workers.workers import Engines, all_or_first_error
 
 CREATE, SAMPLE = "create_model", "asample"
 TRAINING = ("forward_backward", "optim_step", LOAD, SAVE, SAVE_SAMPLER)
@@ -111,9 +111,15 @@ class ServiceCore:
 
     async def start(self) -> None:
         """Load the model, start the engines, and go on with the commands that have no answer."""
+        launch = self.config.launch
+        here = launch.kind == "inline" or (launch.kind, launch.num_producers) == ("local", 1)
         try:
-            await self._in_trainer(self.models.load_base)
-            engines = self._engines = await self._launch()
+            if here:  # one process: imports must not race
+                await self._in_trainer(self.models.load_base)
+                engines = await self._launch("inline")
+            else:
+                loading = self._in_trainer(self.models.load_base)
+                _, engines = await all_or_first_error(loading, self._launch(launch.kind))
             await engines.pool.start()
             engine = next(iter(engines.supervised.values()))
             holds = (await engine.call("stats")).most_adapters > 0
@@ -130,15 +136,12 @@ class ServiceCore:
             self._enqueue(command)
         self._prune()
 
-    async def _launch(self) -> Engines:
-        """Start the engines where launch.kind says; a single one of this machine lives in this process."""
-        kind, logs = self.config.launch.kind, self.folder / "logs"
-        if kind == "local" and self.config.launch.num_producers == 1:
-            kind = "inline"
+    async def _launch(self, kind: str) -> Engines:
+        """Start the engines in this process, in workers of this machine or on a cluster."""
         start = load("launch.kind", kind, ENGINE_LAUNCHERS)
-        log = functools.partial(append_to_log, logs)
-        events = SupervisionCallbacks(waits=Waits(), log=log)
-        engines: Engines = await start(self.config, logs, events, self.adapters.generate)
+        logs, generate = self.folder / "logs", self.adapters.generate
+        events = SupervisionCallbacks(waits=Waits(), log=functools.partial(append_to_log, logs))
+        engines = self._engines = await start(self.config, logs, events, generate)
         if kind != "inline":
             events.note(f"engines: {engines.description}")
         return engines
