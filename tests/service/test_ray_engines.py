@@ -63,6 +63,9 @@ def test_the_command_serves_with_engines_of_a_cluster_and_refuses_what_no_node_h
             "sampling_params": {"max_tokens": 4},
         }
         assert client.answer(client.json("asample", fields)["request_id"])
+        server.stop()
+        assert server.process is not None
+        assert server.process.returncode == 0  # Ray has left SIGTERM to the server
     gpus = "launch.ray_options.producers={num_gpus=1}"
     words = ["penstock", "serve", "demo", "--port", "0", "--ray", gpus, f"run.dir={tmp_path}"]
     monkeypatch.setattr("sys.argv", words)

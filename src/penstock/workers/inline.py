@@ -116,7 +116,7 @@ async def start_engines(
     """Build one engine that holds adapters; it reads weights where this process has them."""
     engines = _engines(config, lambda handle: handle.location(), events, 1, adapters=True)
 
-    def publish(version: int, digest: str, read: Callable[[], Any]) -> WeightHandle:
+    def publish(version: int, digest: str, read: object) -> WeightHandle:
         return WeightHandle(version=version, digest=digest, kind="in_process", location=read)
 
     return await start_engine_workers(config, events, engines, publish, generate)

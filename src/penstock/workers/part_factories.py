@@ -22,8 +22,8 @@ from penstock.files import ScratchFolder, weight_folder
 from penstock.store.space import folder_bytes
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.waits import tell_stage
-from penstock.weights import SHARED
-from penstock.weights.protocol import WeightSync
+from penstock.weights import SHARED, sync_kind
+from penstock.weights.protocol import Publish, WeightSync
 
 if TYPE_CHECKING:
     from penstock.weights.distributor import Distributor
@@ -156,11 +156,23 @@ def trainer_part(
     if node and rank == 0:
         node_folder = ScratchFolder(Path(folder)) if folder else weight_folder()
         folder = str(node_folder.path)
-    sync = shared_memory(config, kind, folder, node)
+    sync = _shared_memory(config, kind, folder, node)
     return TrainerService(config, total_steps, sync, node_folder)
 
 
-def shared_memory(config: Config, kind: str, folder: str, node: str = "") -> SharedMemorySync:
+def weights_of_here(config: Config, node: str = "") -> tuple[Publish, Callable[[], None]]:
+    """What publishes weights of this process to engines that are workers, and what frees their memory."""
+    folder = weight_folder()
+    sync = _shared_memory(config, sync_kind(config), str(folder.path), node)
+
+    def free() -> None:
+        sync.close()
+        folder.remove()
+
+    return lambda version, digest, read: sync.publish(version, digest, read()), free
+
+
+def _shared_memory(config: Config, kind: str, folder: str, node: str) -> SharedMemorySync:
     """The consumer's end of a weight sync, in the memory of the GPU or of the host."""
     from penstock.weights.shared_memory import SharedMemorySync
 

@@ -8,14 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import ChainMap
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,6 +18,7 @@ from penstock.engine.protocol import EngineStats, InferenceEngine, SetAside
 from penstock.errors import RunError
 from penstock.types import WeightHandle
 from penstock.waits import WaitKind, loop_time
+from penstock.weights.protocol import Publish
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.pool.requests import Generate
 from penstock.workers.pool.weights import NodeCopies
@@ -36,8 +30,6 @@ if TYPE_CHECKING:
 
 # of (workers, task, sampling, is_chat)
 StartAgent = Callable[["Workers", str, SamplingConfig, bool], Awaitable["ActorAgentLoop"]]
-# of (version, digest, a function that reads the weights)
-Publish = Callable[[int, str, Callable[[], Iterable[tuple[str, Any]]]], WeightHandle]
 T = TypeVar("T")
 
 

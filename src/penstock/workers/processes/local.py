@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from penstock.config import Config
 from penstock.files import weight_folder
-from penstock.types import WeightHandle
 from penstock.weights import sync_kind
-from penstock.workers.part_factories import shared_memory
+from penstock.workers.part_factories import weights_of_here
 from penstock.workers.pool.requests import Generate
 from penstock.workers.processes.process_worker import (
     ProcessWorker,
@@ -68,19 +66,14 @@ async def start_engines(
     config: Config, log_folder: Path, events: SupervisionCallbacks, generate: Generate
 ) -> Engines:
     """Start engines that hold adapters; this process publishes their weights."""
-    settings, folder = config.launch, weight_folder()
-    sync = shared_memory(config, sync_kind(config), str(folder.path))
+    settings, (publish, free) = config.launch, weights_of_here(config)
     engines = [
         Supervised(f"engine-{n}", _spawn_engine(config, log_folder, n, True), settings, events)
         for n in range(settings.num_producers)
     ]
 
     async def clean_up() -> None:
-        sync.close()
-        folder.remove()
-
-    def publish(version: int, digest: str, read: Callable[[], Any]) -> WeightHandle:
-        return sync.publish(version, digest, read())
+        free()
 
     return await start_engine_workers(config, events, engines, publish, generate, clean_up=clean_up)
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import secrets
+import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,10 +22,8 @@ from typing import Any
 
 from penstock.config import Config, LaunchConfig, SamplingConfig
 from penstock.errors import UserError, WorkerDied
-from penstock.files import weight_folder
-from penstock.types import WeightHandle
 from penstock.weights import DELTA, sync_kind
-from penstock.workers.part_factories import shared_memory
+from penstock.workers.part_factories import weights_of_here
 from penstock.workers.pool.requests import Generate
 from penstock.workers.pool.weights import NodeCopies
 from penstock.workers.ray.actor import ActorWorker
@@ -73,16 +73,11 @@ async def start_engines(
     async with _placed(config, 0, log_folder, events) as actors:
         import ray
 
-        folder, node = weight_folder(), ray.get_runtime_context().get_node_id()
-        sync = shared_memory(config, actors.sync, str(folder.path), node)
         engines = [_make_engine(actors, n, adapters=True) for n in range(alone.num_producers)]
-
-        def publish(version: int, digest: str, read: Callable[[], Any]) -> WeightHandle:
-            return sync.publish(version, digest, read())
+        publish, free = weights_of_here(config, ray.get_runtime_context().get_node_id())
 
         async def clean_up() -> None:
-            sync.close()
-            folder.remove()
+            free()
             await actors.release()
 
         return await start_engine_workers(
@@ -125,6 +120,7 @@ def connect(settings: LaunchConfig) -> bool:
             f"launch.address: got {settings.address!r}, a cluster that asks for a token, allowed: {_TOKEN}"
         )
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    stops = signal.getsignal(signal.SIGTERM)
     try:
         if settings.address:
             ray.init(address=settings.address, **quiet)
@@ -141,6 +137,9 @@ def connect(settings: LaunchConfig) -> bool:
         raise UserError(
             f"launch.address: got {where!r}, allowed: a Ray cluster that answers: {line}"
         ) from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, stops)  # Ray's own would end the process at once
     return not settings.address
 
 
