@@ -9,7 +9,7 @@ import pytest
 
 import penstock
 from penstock import AdamParams, Datum, SamplingParams
-from penstock.service import samplers
+from penstock.engine.transformers import adapters
 
 IDS = [1, 5, 6, 7, 8, 9, 10, 11]
 STEP = AdamParams(learning_rate=3e-2, eps=1e-8)
@@ -45,7 +45,7 @@ def test_models_in_one_batch_have_the_gradients_and_samples_of_servers_of_their_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     """`room`: with two places in the engine the third waits for one."""
-    monkeypatch.setattr(samplers, "MOST_ADAPTERS", room)
+    monkeypatch.setattr(adapters, "MOST_ADAPTERS", room)
     with penstock.Service("demo", folder=tmp_path / "all") as service:
         models = [train(service, rank) for rank in RANKS]
         asked = [ask(trainer) for trainer, _ in models]
@@ -55,7 +55,7 @@ def test_models_in_one_batch_have_the_gradients_and_samples_of_servers_of_their_
         together = [heard(told, futures) for (_, told), futures in zip(models, asked, strict=True)]
         base.result()
         assert len({str(told) for told in together}) == len(RANKS)
-        most = service._core.samplers._held
+        most = service._core.adapters.held["engine-0"].users
         assert len(most) == min(room, len(RANKS))
         assert not any(most.values())
     if room == 16:

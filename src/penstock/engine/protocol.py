@@ -134,6 +134,7 @@ class EngineStats:
     batch_invariant: bool = False  # a rollout has the same bits in any batch
     slots: int = 0  # most requests that run at once; 0: unknown
     tokens_prefilled: int = 0  # tokens of requests that were computed; stored ones are not
+    most_adapters: int = 0  # that it holds at once; 0: none
     live: bool = True  # tokens are counted as they are sampled; False: per finished response
 
 

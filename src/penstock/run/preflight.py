@@ -57,18 +57,15 @@ def check(config: Config) -> None:
     for place in range(len(config.launch.producer_kinds)):
         key = f"launch.producer_kinds[{place}].engine.name"
         check_name(key, config.engine_of_kind(place).name, ENGINES)
-    check_name("launch.kind", config.launch.kind, LAUNCHERS)
+    check_launch(config)
     check_name("algorithm.name", config.algorithm.name, algo.ALGORITHMS)
     for name in config.tasks:
         used = config.task_algorithm(name).name
         check_name(f"tasks.{name}.algorithm.name", used, algo.ALGORITHMS)
-    if config.launch.kind in SYNC_KINDS:
-        sync_kind(config)
     for tracker in config.track.trackers:
         check_name("track.trackers", tracker, TRACKERS)
-    for name in (*engines, config.launch.kind, *config.track.trackers):
+    for name in (*engines, *config.track.trackers):
         _check_installed(name)
-    _check_processes(config)
     check_algorithm(config)
     for path, key in (
         (config.model.tokenizer, "model.tokenizer"),
@@ -139,6 +136,15 @@ def check_engine(config: Config) -> None:
             f"engine.name: got 'transformers' with model.path = {config.model.path!r} (type {kind}), whose layers keep "
             "more than keys and values, allowed: 'vllm' or 'openai'; the trainer runs this model, one sequence per pass"
         )
+
+
+def check_launch(config: Config) -> None:
+    """Raise a UserError unless [launch] can work here."""
+    check_name("launch.kind", config.launch.kind, LAUNCHERS)
+    _check_installed(config.launch.kind)
+    if config.launch.kind in SYNC_KINDS:
+        sync_kind(config)
+    _check_processes(config)
 
 
 def check_tasks(key: str, tasks: Iterable[tuple[str, TaskDataConfig]]) -> None:

@@ -34,6 +34,9 @@ def serve(
             help=f"A file with one API key a line; or {KEYS_VARIABLE}=KEY,KEY in the environment."
         ),
     ] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Sample on a Ray cluster: short for launch.kind=ray.")
+    ] = False,
     trust: Trust = False,
 ) -> None:
     """Serve training and sampling to your own loop, by the protocol of the Tinker SDK; a kill loses nothing.
@@ -44,6 +47,7 @@ def serve(
     from penstock.service.server import read_keys, serve_until_stopped
 
     path, overrides = split_words(arguments or [])
+    overrides += ["launch.kind=ray"] if ray else []
     config = model_config(path, overrides, trusted=trust)
     allowed = read_keys(os.environ.get(KEYS_VARIABLE, ""), keys)
     folder = Path(config.run.dir) / (config.run.name or "service")

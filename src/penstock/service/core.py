@@ -1,14 +1,15 @@
 """The service itself: who may do what, which command is next, and the answers; HTTP and Python both call it.
 
 Runs on one event loop. Commands of a model run in the order of their numbers, in the trainer's thread, one at a
-time; owners take turns, and the models of an owner. Samples run beside them, as the engine's turns allow. A restarted
-service begins with the commands that have no answer. Waits for: commands, the trainer's thread, the engine.
+time; owners take turns, and the models of an owner. Samples run beside them, as the engines' turns allow. A restarted
+service begins with the commands that have no answer. Waits for: commands, the trainer's thread, the engines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -24,19 +25,28 @@ from typing import Any
 
 from penstock.config import Config
 from penstock.config.demo import resolve_model_path
+from penstock.config.plugins import load
 from penstock.config.source import validate
-from penstock.engine.transformers.engine import TransformersEngine
-from penstock.errors import PenstockError, RunError, UserError
+from penstock.errors import EnginesLost, PenstockError, RunError, UserError
+from penstock.run import preflight
+from penstock.service.adapters import Adapters
 from penstock.service.models import LOAD, SAVE, SAVE_SAMPLER, Models, ModelSettings
 from penstock.service.prune import prune, remove_weights, sweep
 from penstock.service.samplers import Samplers
 from penstock.store import trust
 from penstock.store.command_log import FILE, Command, CommandLog
 from penstock.store.run_folder import RunFolder
+from penstock.waits import Waits
+from penstock.workers import ENGINE_LAUNCHERS
+from penstock.workers.rpc import append_to_log
+from penstock.workers.supervise.supervised import SupervisionCallbacks
+from penstock.workers.watchdog import Watchdog
+from penstock.workers.workers import Engines, all_or_first_error
 
 CREATE, SAMPLE = "create_model", "asample"
 TRAINING = ("forward_backward", "optim_step", LOAD, SAVE, SAVE_SAMPLER)
 MOST_WAITING, MOST_WAITING_BYTES = 4096, 512 << 20  # commands without an answer, of one owner
+_MOST_RUNS = 3  # of a command that may be what all engines died of
 _PRUNE_EVERY_S = 3600.0
 SILENT_S = 300.0  # without a word of its client, a session's models leave the memory
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -65,9 +75,7 @@ class ServiceCore:
     """Consumes commands, produces answers; see above."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        if config.engine.name != "transformers":
-            allowed = "allowed: 'transformers' for a service"
-            raise UserError(f"engine.name: got {config.engine.name!r}, {allowed}")
+        _check_layout(config)
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._closing = contextlib.ExitStack()
@@ -85,7 +93,9 @@ class ServiceCore:
         trust.remember(folder, config)  # which the user gave: a replay of it asks nothing
         self.models = Models(config, folder)
         self.config = self.models.config
-        self.samplers = Samplers(self.models, self._make_engine, self._in_trainer)
+        self.samplers: Samplers
+        self.adapters = Adapters(self.models.adapter)
+        self._engines: Engines | None = None  # before `start`
         self._trainer = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._lines: OrderedDict[str, _Line] = OrderedDict()
         self._owners: OrderedDict[str, None] = OrderedDict()
@@ -99,21 +109,42 @@ class ServiceCore:
         self.fault: BaseException | None = None  # of the service, which ends by it
         self.broken = asyncio.Event()
 
-    def _make_engine(self, fetch: Any) -> TransformersEngine:
-        return TransformersEngine.from_config(self.config, fetch=fetch, adapters=True)
-
     async def start(self) -> None:
-        """Load the model, start the engine, and go on with the commands that have no answer."""
+        """Load the model, start the engines, and go on with the commands that have no answer."""
+        launch = self.config.launch
+        here = launch.kind == "inline" or (launch.kind, launch.num_producers) == ("local", 1)
         try:
-            await self._in_trainer(self.models.load_base)
-            await self.samplers.engine.start()
+            if here:  # one process: imports must not race
+                await self._in_trainer(self.models.load_base)
+                engines = await self._launch("inline")
+            else:
+                loading = self._in_trainer(self.models.load_base)
+                _, engines = await all_or_first_error(loading, self._launch(launch.kind))
+            await engines.pool.start()
+            engine = next(iter(engines.supervised.values()))
+            holds = (await engine.call("stats")).most_adapters > 0
         except BaseException:
             await self.close()
             raise
+        self.samplers = Samplers(self.models, engines, self._in_trainer, holds_adapters=holds)
+        watchdog = Watchdog(
+            engines.events.waits, self.config.watchdog, engines, note=engines.events.note
+        )
+        self._begin(watchdog.run(), "watchdog")
         self._begin(self._work(), "commands")
         for command in list(self.log.select("outcome IS NULL")):
             self._enqueue(command)
         self._prune()
+
+    async def _launch(self, kind: str) -> Engines:
+        """Start the engines in this process, in workers of this machine or on a cluster."""
+        start = load("launch.kind", kind, ENGINE_LAUNCHERS)
+        logs, generate = self.folder / "logs", self.adapters.generate
+        events = SupervisionCallbacks(waits=Waits(), log=functools.partial(append_to_log, logs))
+        engines = self._engines = await start(self.config, logs, events, generate)
+        if kind != "inline":
+            events.note(f"engines: {engines.description}")
+        return engines
 
     def _prune(self) -> None:
         """Forget what nobody asks for any more, now and every hour."""
@@ -127,7 +158,8 @@ class ServiceCore:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.samplers.engine.close()
+        if self._engines is not None:
+            await self._engines.close()
         await asyncio.to_thread(self._trainer.shutdown, wait=True)
         self._closing.close()
 
@@ -145,6 +177,8 @@ class ServiceCore:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.fault = self.fault or error
             self.broken.set()
+            for answer in self._answers.values():  # which will not come
+                answer.set()
 
     @property
     def base_names(self) -> list[str]:
@@ -302,6 +336,8 @@ class ServiceCore:
         except UserError as error:
             result = {"error": str(error), "category": "user"}
         except Exception as error:  # the client hears of it; the model is made again from its log
+            if isinstance(error, EnginesLost) and self._runs(command) < _MOST_RUNS:
+                raise  # the service ends, and the next one begins with this command
             _log.error("command %s failed", command.request_id, exc_info=error)
             if command.kind in TRAINING:
                 await self._in_trainer(self.models.forget, command.line)
@@ -319,6 +355,10 @@ class ServiceCore:
         self._waiting[command.owner] -= 1
         self._waiting_bytes[command.owner] -= len(command.body)
         self._answers.pop(command.request_id).set()
+
+    def _runs(self, command: Command) -> int:
+        sql = "SELECT runs FROM commands WHERE number = ?"
+        return int(self.log.query(sql, (command.number,))[0][0])
 
     async def _create(self, command: Command) -> tuple[dict[str, str], str]:
         model_id = f"{command.line}:{command.seq}"
@@ -450,6 +490,19 @@ class ServiceCore:
             settings = self.settings_of(command.owner, folder.split("/")[1])
         name, fields = command.request_id, command.fields
         return await self.samplers.sample(name, fields, folder, sampler["digest"] or "", settings)
+
+
+def _check_layout(config: Config) -> None:
+    """Refuse engines and trainers that a service cannot have, before anything is started."""
+    launch = config.launch
+    for key, value, allowed in (
+        ("engine.name", config.engine.name, "transformers"),
+        ("launch.num_consumers", launch.num_consumers, 1),
+        ("launch.producer_kinds", launch.producer_kinds, []),
+    ):
+        if value != allowed:
+            raise UserError(f"{key}: got {value!r}, allowed: {allowed!r} for a service")
+    preflight.check_launch(config)
 
 
 def _checked_seq(name: str, seq: object) -> int:

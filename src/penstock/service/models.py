@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from penstock.config import Config, LoraConfig
@@ -39,7 +40,9 @@ from penstock.training.pack import Pack
 from penstock.training.policy import load_policy, trainer_device
 from penstock.training.snapshot import saved_masters, take_snapshot
 from penstock.training.stats import PassLosses, UpdateLoss
+from penstock.types import WeightHandle
 from penstock.weights.digest import digest_of
+from penstock.weights.model_weights import CONTENT
 
 LOAD, SAVE, SAVE_SAMPLER = "load_weights", "save_weights", "save_weights_for_sampler"
 _ADAM = {
@@ -374,9 +377,11 @@ class Models:
 
     # ---- sampling and scores
 
-    def adapter(self, folder: str) -> Iterator[tuple[str, Tensor]]:
-        """The adapters of a checkpoint, as engines hold them."""
-        return self._layers(saved_masters(self._folder / folder))
+    def adapter(self, name: str) -> WeightHandle:
+        """The adapters of a checkpoint, FOLDER@DIGEST, as engines hold them; for any thread."""
+        folder, _, digest = name.rpartition("@")
+        layers = dict(self._layers(saved_masters(self._folder / folder)))
+        return WeightHandle(version=0, digest=digest, kind=CONTENT, location=save(layers))
 
     def _layers(self, masters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the two matrices of each adapted layer; the scale is in the second."""

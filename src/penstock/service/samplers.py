@@ -1,13 +1,12 @@
-"""Sampling from many checkpoints with one engine: requests of all adapters and of the base run in one batch.
+"""Sampling from many checkpoints: requests of all adapters and of the base run in one batch of each engine.
 
 Checkpoints of all weights take turns with them: while others wait, one gets no new requests, and those that come later
-wait for its next turn. The engine checks the digest of what it loads against the one that the checkpoint was saved with.
+wait for its next turn. Engines check the digest of what they load against the one that the checkpoint was saved with.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -17,33 +16,30 @@ import numpy as np
 
 from penstock.data.sampler import stable_hash
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
-from penstock.engine.transformers.adapters import MOST_ADAPTERS
-from penstock.engine.transformers.engine import TransformersEngine
 from penstock.errors import EngineError, UserError
 from penstock.service.batches import NO_LOGPROB, check_ids, make_rows
 from penstock.service.models import Models
 from penstock.store import wire
-from penstock.types import WeightHandle
+from penstock.workers.workers import Engines
 
 MOST_SAMPLES = 1024  # of one request
 MOST_LIKELY = 1024  # tokens of one place that a request may ask for
 
 
 class Samplers:
-    """The engine, and whose turn it is. `in_trainer` runs a function in the trainer's thread."""
+    """Whose turn it is. `in_trainer` runs a function in the trainer's thread."""
 
     def __init__(
         self,
         models: Models,
-        make_engine: Callable[[Any], TransformersEngine],
+        engines: Engines,
         in_trainer: Callable[..., Awaitable[Any]],
+        *,
+        holds_adapters: bool,
     ) -> None:
-        self._models, self._in_trainer = models, in_trainer
-        self.engine = make_engine(lambda handle: handle.location())
-        self._held: OrderedDict[str, int] = (
-            OrderedDict()
-        )  # adapters, and how many requests use each
-        self._room = asyncio.Condition()
+        """holds_adapters: False if the model runs by its own code."""
+        self._models, self._engines, self._in_trainer = models, engines, in_trainer
+        self._holds_adapters = holds_adapters
         self._current, self._running, self._switching = "", 0, False  # "": the base
         self._version = 0
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
@@ -54,7 +50,7 @@ class Samplers:
 
     @asynccontextmanager
     async def _turn(self, folder: str, digest: str, settings: Any) -> AsyncIterator[None]:
-        """Let the engine have this checkpoint's weights inside the context."""
+        """Let the engines have this checkpoint's weights inside the context."""
         self._settings[folder] = (digest, settings)
         if self._switching or self._waiting or folder != self._current:
             admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -86,9 +82,9 @@ class Samplers:
                 source = await self._in_trainer(self._models.scorer, folder, settings)
                 digest = digest or await asyncio.to_thread(source.digest)
                 self._version += 1
-                await self.engine.update_weights(
-                    self._version, _handle(digest, source.weights, self._version)
-                )
+                publish, pool = self._engines.publish, self._engines.pool
+                handle = await self._in_trainer(publish, self._version, digest, source.weights)
+                await pool.update_weights(self._version, handle)
                 self._current = folder
         except (
             Exception
@@ -104,32 +100,6 @@ class Samplers:
                 admitted.set_result(None)
         self._advance()
 
-    @asynccontextmanager
-    async def _adapter(self, folder: str, digest: str) -> AsyncIterator[None]:
-        """Let the engine hold the adapters of a checkpoint inside the context; the longest unused ones make room."""
-        if not folder:
-            yield
-            return
-        async with self._room:
-            while folder not in self._held and len(self._held) == MOST_ADAPTERS:
-                idle = next((name for name, users in self._held.items() if not users), None)
-                if idle is None:
-                    await self._room.wait()
-                    continue
-                await self.engine.drop_adapter(idle)
-                del self._held[idle]
-            if folder not in self._held:
-                read = functools.partial(self._models.adapter, folder)
-                await self.engine.hold_adapter(folder, _handle(digest, read))
-            self._held[folder] = self._held.get(folder, 0) + 1
-            self._held.move_to_end(folder)
-        try:
-            yield
-        finally:
-            async with self._room:
-                self._held[folder] -= 1
-                self._room.notify_all()
-
     # ---- one request
 
     async def sample(
@@ -138,12 +108,12 @@ class Samplers:
         """The answer to an asample."""
         prompt = prompt_ids(fields)
         check_ids(prompt, "prompt", vocabulary=self._models.vocabulary)
-        is_adapter = settings is not None and settings.rank > 0 and self.engine.holds_adapters
-        adapter, whole = (folder, "") if is_adapter else ("", folder)
+        is_adapter = settings is not None and settings.rank > 0 and self._holds_adapters
+        adapter, whole = (f"{folder}@{digest}", "") if is_adapter else ("", folder)
         requests = self._requests(name, fields, prompt, adapter)
         ask = _Scores(fields, prompt, self._models.vocabulary)
-        async with self._turn(whole, digest, settings), self._adapter(adapter, digest):
-            generations = await self.engine.generate_many(requests)
+        async with self._turn(whole, digest, settings):
+            generations = await self._engines.pool.generate_many(requests)
         if failed := [g for g in generations if g.finish_reason in ("error", "abort")]:
             raise EngineError(f"sampling failed: {failed[0].error or 'the engine was stopped'}")
         answer: dict[str, Any] = {"sequences": [_sequence(g) for g in generations]}
@@ -203,11 +173,6 @@ class Samplers:
                 sequence["topk_sampled_logprobs"] = _table(
                     *(part[len(ask.prompt) - 1 :] for part in table)
                 )
-
-
-def _handle(digest: str, read: Callable[[], Any], version: int = 0) -> WeightHandle:
-    """Weights that `read` yields in this process."""
-    return WeightHandle(version=version, digest=digest, kind="service", location=read)
 
 
 class _Scores:

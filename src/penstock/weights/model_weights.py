@@ -21,6 +21,10 @@ from penstock.weights.digest import digest_of
 from penstock.weights.shared_memory import HEADER_BYTES, SHARED_MEMORY, Entry, layout_of, views
 
 FOLDER = "folder"  # the kind of a WeightHandle whose location is a folder of safetensors files
+CONTENT = (
+    "content"  # the kind of one whose location is the weights themselves, as safetensors bytes
+)
+Fetch = Callable[[WeightHandle], Iterable[tuple[str, torch.Tensor]]]
 
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -42,21 +46,20 @@ def folder_digest(folder: str) -> str:
 
 
 def checked_weights(
-    fetch: Callable[[WeightHandle], Iterable[tuple[str, torch.Tensor]]],
+    fetch: Fetch,
     source: WeightHandle,
     model: torch.nn.Module | None = None,
 ) -> dict[str, torch.Tensor]:
     """The weights of `source`; raise unless they have its digest and fit `model`.
 
-    Tensors are hashed as they arrive, on the model's GPU if it is on one. A folder is read as it is,
-    without `fetch`.
+    Tensors are hashed as they arrive, on the model's GPU if it is on one. A folder, or what the handle holds
+    itself, is read as it is, without `fetch`.
     """
     weights: dict[str, torch.Tensor] = {}
     device = torch.device("cpu") if model is None else next(model.parameters()).device
 
     def arriving() -> Iterator[tuple[str, torch.Tensor]]:
-        named = read_folder(source.location).items() if source.kind == FOLDER else fetch(source)
-        for name, tensor in named:
+        for name, tensor in _named(source, fetch):
             weights[name] = tensor.detach()
             moves = device.type == "cuda" and not tensor.is_cuda
             yield name, weights[name].to(device) if moves else weights[name]
@@ -74,6 +77,16 @@ def checked_weights(
             f"weights refused, the old ones stay: got digest {digest}, announced was {source.digest}"
         )
     return weights
+
+
+def _named(source: WeightHandle, fetch: Fetch) -> Iterable[tuple[str, torch.Tensor]]:
+    if source.kind == FOLDER:
+        return read_folder(source.location).items()
+    if source.kind == CONTENT:
+        from safetensors.torch import load
+
+        return load(source.location).items()
+    return fetch(source)
 
 
 def load_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:

@@ -6,7 +6,7 @@ as a message. A sync moves bytes: it does not decide when to publish, and engine
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +14,9 @@ from penstock.types import WeightHandle
 
 if TYPE_CHECKING:
     import torch
+
+# publishes (version, digest, a function that reads the weights)
+Publish = Callable[[int, str, Callable[[], "Iterable[tuple[str, torch.Tensor]]"]], WeightHandle]
 
 
 class WeightSync(Protocol):

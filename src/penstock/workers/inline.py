@@ -22,11 +22,19 @@ from penstock.waits import Waits
 from penstock.weights.protocol import WeightSync
 from penstock.workers.part_factories import TrainerService, engine_part
 from penstock.workers.pool.pool import EnginePool
+from penstock.workers.pool.requests import Generate
 from penstock.workers.processes.local import spawn_trainer
 from penstock.workers.rpc import RpcServer, activity_of
 from penstock.workers.supervise.supervised import Spawn, Supervised, SupervisionCallbacks
 from penstock.workers.supervise.trainer import RestartingTrainer
-from penstock.workers.workers import Workers, all_or_first_error, start_or_close, start_workers
+from penstock.workers.workers import (
+    Engines,
+    Workers,
+    all_or_first_error,
+    start_engine_workers,
+    start_or_close,
+    start_workers,
+)
 
 _NOTHING_IS_PUBLISHED = ("shared_memory", "")
 
@@ -72,13 +80,13 @@ class ThreadWorker:
 
 
 def _engines(
-    config: Config, fetch: Fetch, events: SupervisionCallbacks, most: int
+    config: Config, fetch: Fetch, events: SupervisionCallbacks, most: int, adapters: bool = False
 ) -> list[Supervised]:
     """One engine, because more would share the interpreter; for servers, one each."""
 
     async def spawn(number: int) -> ThreadWorker:
         return await ThreadWorker.start(
-            f"engine-{number}", partial(engine_part, config, number, fetch)
+            f"engine-{number}", partial(engine_part, config, number, fetch, adapters)
         )
 
     count = most if config.engine.name == "openai" else min(most, 1)
@@ -100,6 +108,18 @@ async def opened_engine(config: Config) -> AsyncIterator[InferenceEngine]:
         yield pool
     finally:
         await pool.close()
+
+
+async def start_engines(
+    config: Config, log_folder: Path, events: SupervisionCallbacks, generate: Generate
+) -> Engines:
+    """Build one engine that holds adapters; it reads weights where this process has them."""
+    engines = _engines(config, lambda handle: handle.location(), events, 1, adapters=True)
+
+    def publish(version: int, digest: str, read: object) -> WeightHandle:
+        return WeightHandle(version=version, digest=digest, kind="in_process", location=read)
+
+    return await start_engine_workers(config, events, engines, publish, generate)
 
 
 def _no_weights(handle: WeightHandle) -> NoReturn:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.config import Config
 from penstock.config.plugins import load
@@ -21,8 +22,11 @@ from penstock.files import ScratchFolder, weight_folder
 from penstock.store.space import folder_bytes
 from penstock.types import Batch, StepReport, WeightHandle
 from penstock.waits import tell_stage
-from penstock.weights import SHARED
-from penstock.weights.protocol import WeightSync
+from penstock.weights import SHARED, sync_kind
+from penstock.weights.protocol import Publish, WeightSync
+
+if TYPE_CHECKING:
+    from penstock.weights.shared_memory import SharedMemorySync
 
 TRAINER = "penstock.workers.part_factories:trainer_part"
 ENGINE = "penstock.workers.part_factories:engine_part"
@@ -150,15 +154,32 @@ def trainer_part(
     node: str = "",
 ) -> TrainerService:
     """Build a trainer rank. `node`: the name of its node in a cluster, where it has its own folder."""
-    from penstock.weights.shared_memory import SharedMemorySync
-
     _set_rank_variables(config, rank, meeting)
     node_folder: ScratchFolder | None = None
     if node and rank == 0:
         node_folder = ScratchFolder(Path(folder)) if folder else weight_folder()
         folder = str(node_folder.path)
-    sync = SharedMemorySync(folder, node=node, on_device=_shares_device(config, kind))
+    sync = _shared_memory(config, kind, folder, node)
     return TrainerService(config, total_steps, sync, node_folder)
+
+
+def weights_of_here(config: Config, node: str = "") -> tuple[Publish, Callable[[], None]]:
+    """What publishes weights of this process to engines that are workers, and what frees their memory."""
+    folder = weight_folder()
+    sync = _shared_memory(config, sync_kind(config), str(folder.path), node)
+
+    def free() -> None:
+        sync.close()
+        folder.remove()
+
+    return lambda version, digest, read: sync.publish(version, digest, read()), free
+
+
+def _shared_memory(config: Config, kind: str, folder: str, node: str) -> SharedMemorySync:
+    """The consumer's end of a weight sync, in the memory of the GPU or of the host."""
+    from penstock.weights.shared_memory import SharedMemorySync
+
+    return SharedMemorySync(folder, node=node, on_device=_shares_device(config, kind))
 
 
 def _shares_device(config: Config, kind: str) -> bool:
@@ -175,15 +196,21 @@ def _shares_device(config: Config, kind: str) -> bool:
     return device == "cuda" and (kind == "cuda_ipc" or not config.launch.colocate)
 
 
-def engine_part(config: Config, index: int, fetch: Fetch | None = None) -> InferenceEngine:
-    """Build an engine; without `fetch`, its weights come through shared memory."""
+def engine_part(
+    config: Config, index: int, fetch: Fetch | None = None, adapters: bool = False
+) -> InferenceEngine:
+    """Build an engine; without `fetch`, its weights come through shared memory.
+
+    adapters: requests may name adapters, which engines of other programs cannot hold.
+    """
     if fetch is None:
         from penstock.weights.shared_memory import SharedMemorySync
 
         fetch = SharedMemorySync().fetch
     config = config.of_engine(index)
     engine_class = load("engine.name", config.engine.name, ENGINES)
-    engine: InferenceEngine = engine_class.from_config(config, fetch=fetch, index=index)
+    more = {"adapters": True} if adapters else {}
+    engine: InferenceEngine = engine_class.from_config(config, fetch=fetch, index=index, **more)
     return engine
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from penstock.config import WatchdogConfig
 from penstock.errors import PenstockError, RunError
 from penstock.waits import OpenWait, WaitKind, Waits
-from penstock.workers.workers import Workers
+from penstock.workers.workers import SupervisedWorkers
 
 PATIENCE = 5.0  # a wait is late after this many times the longest answer so far
 LONG_PATIENCE = 6.0  # act after this many times the limit, if no hang is proven
@@ -56,7 +56,7 @@ class Watchdog:
         self,
         waits: Waits,
         settings: WatchdogConfig,
-        workers: Workers,
+        workers: SupervisedWorkers,
         *,
         note: Callable[[str], None],
     ) -> None:

@@ -1,6 +1,7 @@
 """What a launcher returns: the engine and the trainer of a run, and their supervised workers.
 
-A launcher makes the supervised workers; `start_workers` starts them and joins them to what the loop drives.
+A launcher makes the supervised workers; `start_workers` starts them and joins them to what the loop drives,
+`start_engine_workers` starts the engines of a program that trains by itself.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from penstock.config import Config, LaunchConfig, SamplingConfig
 from penstock.engine.protocol import EngineStats, InferenceEngine
 from penstock.errors import RunError
+from penstock.types import WeightHandle
 from penstock.waits import WaitKind, loop_time
+from penstock.weights.protocol import Publish
 from penstock.workers.pool.pool import EnginePool
+from penstock.workers.pool.requests import Generate
 from penstock.workers.pool.weights import NodeCopies
 from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks, nothing
 from penstock.workers.supervise.trainer import ColocatedTrainer, RestartingTrainer, publishes_after
@@ -30,19 +34,13 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Workers:
-    """The parts that the loop drives, and what the watchdog asks of their workers."""
+class SupervisedWorkers:
+    """Workers, and what the watchdog asks of them."""
 
-    engine: InferenceEngine | None  # None: nothing is generated
-    trainer: RestartingTrainer | ColocatedTrainer
     close: Callable[[], Awaitable[None]]
     description: str  # the place of every worker, in one line
     events: SupervisionCallbacks  # the open waits, and where notes to the user go
     supervised: MutableMapping[str, Supervised] = field(default_factory=dict)  # by worker name
-    # changes the number of engines; returns what was done
-    scale: Callable[[int], Awaitable[str]] | None = None
-    # starts the actors of a task's agent loop; only Ray has it
-    start_agent: StartAgent | None = None
 
     async def stack_of(self, name: str) -> str:
         """What a worker is doing; empty if `name` is no worker."""
@@ -82,6 +80,26 @@ class Workers:
             return False
         await worker.replace(reason)
         return True
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Workers(SupervisedWorkers):
+    """The parts that the loop drives."""
+
+    engine: InferenceEngine | None  # None: nothing is generated
+    trainer: RestartingTrainer | ColocatedTrainer
+    # changes the number of engines; returns what was done
+    scale: Callable[[int], Awaitable[str]] | None = None
+    # starts the actors of a task's agent loop; only Ray has it
+    start_agent: StartAgent | None = None
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Engines(SupervisedWorkers):
+    """The engines of a program that trains by itself."""
+
+    pool: EnginePool
+    publish: Publish
 
 
 async def all_or_first_error(
@@ -134,6 +152,59 @@ async def start_all(trainer: Supervised, engines: list[Supervised], settings: La
         await all_or_first_error(*(worker.start() for worker in (trainer, *engines)))
 
 
+def _places(config: Config, workers: list[Supervised]) -> str:
+    places = ", ".join(f"{part.name} {part.worker.place}" for part in workers if part.worker)
+    return f"{config.launch.kind}: {places}"
+
+
+async def start_engine_workers(
+    config: Config,
+    events: SupervisionCallbacks,
+    engines: list[Supervised],
+    publish: Publish,
+    generate: Generate,
+    *,
+    clean_up: Callable[[], Awaitable[None]] = nothing,
+    copies: NodeCopies | None = None,
+) -> Engines:
+    """Start engines without a trainer; `clean_up` runs after their end, or after a start that failed."""
+    starting = all_or_first_error(*(engine.start() for engine in engines))
+    await start_or_close(starting, engines, clean_up)
+    supervised = ChainMap({engine.name: engine for engine in engines})
+    if copies is not None:
+        supervised.maps.append(copies.supervised)
+    pool = EnginePool(
+        engines,
+        events,
+        None,
+        copies,
+        _still_there,
+        generate=generate,
+        slots=config.engine.max_slots,
+        update=config.engine.update,
+    )
+
+    async def close() -> None:
+        if copies is not None:
+            await copies.close()
+        await pool.close()
+        await clean_up()
+
+    return Engines(
+        pool=pool,
+        publish=publish,
+        close=close,
+        description=_places(config, engines),
+        events=events,
+        supervised=supervised,
+    )
+
+
+async def _still_there(handle: WeightHandle) -> WeightHandle:
+    """The same weights: they end with the program that published them, not with a worker."""
+    return handle
+
+
 async def start_workers(
     config: Config,
     total_steps: int,
@@ -153,7 +224,6 @@ async def start_workers(
     """
     settings, everyone = config.launch, [trainer, *engines]
     await start_or_close(start_all(trainer, engines, settings), everyone, clean_up)
-    places = ", ".join(f"{part.name} {part.worker.place}" for part in everyone if part.worker)
     takes_turns = settings.colocate and settings.kind != "inline"  # one process holds both sides
     supervised = ChainMap({worker.name: worker for worker in everyone})
     if copies is not None:
@@ -195,7 +265,7 @@ async def start_workers(
         engine=pool,
         trainer=part,
         close=close,
-        description=f"{settings.kind}: {places}",
+        description=_places(config, everyone),
         events=events,
         supervised=supervised,
         scale=None if make_engine is None or pool is None else scale,

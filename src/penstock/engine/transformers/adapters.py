@@ -88,6 +88,11 @@ class RowAdapters:
 
     # ---- what is held
 
+    @property
+    def most(self) -> int:
+        """How many are held at once."""
+        return MOST_ADAPTERS
+
     def number(self, name: str) -> int:
         """The number of an adapter that is held; the empty name's is that of none."""
         return self._number_of[name] if name else NONE

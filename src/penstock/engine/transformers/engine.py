@@ -156,11 +156,6 @@ class TransformersEngine:
             weights = await self._fetch_weights(source)
             return await self._ask(lambda: self._switch(version, weights, source.digest))
 
-    @property
-    def holds_adapters(self) -> bool:
-        """Whether requests may name adapters: the model's family runs through the decoder."""
-        return self._runner is not None and self._runner.adapters is not None
-
     async def hold_adapter(self, name: str, source: WeightHandle) -> None:
         """Fetch and check an adapter, and keep it beside the model; see `RowAdapters.hold`."""
         async with self._fetching:
@@ -503,6 +498,7 @@ class TransformersEngine:
             self._asleep = False
 
     def _stats(self) -> EngineStats:
+        adapters = self._live_runner.adapters
         return EngineStats(
             policy_version=self._version,
             digest=self._digest,
@@ -514,6 +510,7 @@ class TransformersEngine:
             paused=self._paused is not None,
             batch_invariant=self._live_runner.batch_invariant,
             slots=len(self._live_runner.table.sequences),
+            most_adapters=0 if adapters is None else adapters.most,
         )
 
     def _close(self) -> None:

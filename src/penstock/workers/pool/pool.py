@@ -22,10 +22,12 @@ from penstock.workers.pool.requests import (
     MOVES,
     Engine,
     EngineState,
+    Generate,
     PromptBatch,
     Requests,
     Scheduler,
     empty_answer,
+    generate_on,
 )
 from penstock.workers.pool.weights import NewestWeights, NodeCopies, Renew
 from penstock.workers.supervise.supervised import Call, Restarts, Supervised, SupervisionCallbacks
@@ -57,6 +59,7 @@ class EnginePool:
         copies: NodeCopies | None = None,
         renew: Renew | None = None,
         *,
+        generate: Generate = generate_on,
         slots: int = 0,
         update: UpdateOrder = "together",
         shares_gpu: bool = False,
@@ -65,12 +68,13 @@ class EnginePool:
 
         events: told when an engine has confirmed weights, by its answer or by tokens sampled from them.
         make: returns a further engine, by its index. copies: one copy of the weights per node.
-        renew: publishes weights again that cannot be read. slots: requests that an engine runs at once; 0: ask it.
+        renew: publishes weights again that cannot be read. generate: gets the answers of one engine. slots:
+        requests that it runs at once; 0: ask it.
         shares_gpu: with the trainer: engines wake, start and load in their turn.
         """
         if not supervised:
             raise EngineError("engine pool: got 0 engines, allowed: at least 1")
-        self._events, self._make = events, make
+        self._events, self._make, self._generate = events, make, generate
         self._weights = NewestWeights(copies, renew, events.confirmed)
         self._update = update
         self._engines: list[Engine] = []
@@ -294,7 +298,7 @@ class EnginePool:
         Raise an error of its part if the engine lives.
         """
         try:
-            answers: list[Generation] = await engine.supervised.call("generate_many", requests)
+            answers = await self._generate(engine, requests)
         except (WorkerDied, PartFailed, EngineError) as error:
             if isinstance(error, WorkerDied):
                 self._lost(engine)

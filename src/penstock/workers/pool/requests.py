@@ -298,8 +298,16 @@ def empty_answer(request_id: str, reason: FinishReason, error: str = "") -> Gene
     )
 
 
+# What an engine answers to requests of one prompt.
+Generate = Callable[[Engine, list[GenerationRequest]], Awaitable[list[Generation]]]
+
 # Lets an engine generate: returns what the requests get, and whether the engine died.
 Ask = Callable[[Engine, list[GenerationRequest]], Awaitable[tuple[list[Generation], bool]]]
+
+
+async def generate_on(engine: Engine, requests: list[GenerationRequest]) -> list[Generation]:
+    answers: list[Generation] = await engine.supervised.call("generate_many", requests)
+    return answers
 
 
 async def abort_on(engine: Engine, request_ids: list[str]) -> None:

@@ -203,14 +203,15 @@ class NodeCopies:
         place = distributor.worker.place if distributor.worker else "nowhere"
         self._callbacks.note(f"{name}: passes weights on, {place}")
 
-    async def close(self, trainer: Supervised) -> None:
+    async def close(self, *publishers: Supervised) -> None:
         """Remove the copies and end the distributors; the next start removes what is left.
 
         An engine may still ask for a copy: none is sent any more.
         """
         self._closed = True
         distributors = list(self._distributors.values())
-        removing = [trainer.call("remove_weights"), *(part.call("remove") for part in distributors)]
+        removing = [part.call("remove_weights") for part in publishers]
+        removing += [part.call("remove") for part in distributors]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REMOVE_TIMEOUT_S):
                 await asyncio.gather(*removing, return_exceptions=True)

@@ -12,7 +12,8 @@ from pathlib import Path
 from penstock.config import Config
 from penstock.files import weight_folder
 from penstock.weights import sync_kind
-from penstock.workers.part_factories import ENGINE, TRAINER
+from penstock.workers.part_factories import ENGINE, TRAINER, weights_of_here
+from penstock.workers.pool.requests import Generate
 from penstock.workers.processes.process_worker import (
     ProcessWorker,
     engine_imports,
@@ -21,7 +22,13 @@ from penstock.workers.processes.process_worker import (
 )
 from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks, Worker
 from penstock.workers.supervise.trainer import as_one_worker, port_of, reserve_port
-from penstock.workers.workers import Workers, all_or_first_error, start_workers
+from penstock.workers.workers import (
+    Engines,
+    Workers,
+    all_or_first_error,
+    start_engine_workers,
+    start_workers,
+)
 
 
 async def start(
@@ -55,13 +62,33 @@ async def start(
     )
 
 
-def _spawn_engine(config: Config, log_folder: Path, number: int) -> Callable[[], Awaitable[Worker]]:
+async def start_engines(
+    config: Config, log_folder: Path, events: SupervisionCallbacks, generate: Generate
+) -> Engines:
+    """Start engines that hold adapters; this process publishes their weights."""
+    settings, (publish, free) = config.launch, weights_of_here(config)
+    engines = [
+        Supervised(f"engine-{n}", _spawn_engine(config, log_folder, n, True), settings, events)
+        for n in range(settings.num_producers)
+    ]
+
+    async def clean_up() -> None:
+        free()
+
+    return await start_engine_workers(config, events, engines, publish, generate, clean_up=clean_up)
+
+
+def _spawn_engine(
+    config: Config, log_folder: Path, number: int, adapters: bool = False
+) -> Callable[[], Awaitable[Worker]]:
     async def spawn() -> Worker:
         return await ProcessWorker.start(
             f"engine-{number}",
             ENGINE,
             config,
             number,
+            None,
+            adapters,
             log_path=log_folder / f"engine-{number}.log",
             threads=config.of_engine(number).engine.threads,
             timeout_s=config.launch.start_timeout_s,

@@ -10,8 +10,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import secrets
+import signal
 import sys
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +23,14 @@ from typing import Any
 from penstock.config import Config, LaunchConfig, SamplingConfig
 from penstock.errors import UserError, WorkerDied
 from penstock.weights import DELTA, sync_kind
-from penstock.workers.part_factories import AGENT, DISTRIBUTOR, ENGINE, TRAINER
+from penstock.workers.part_factories import (
+    AGENT,
+    DISTRIBUTOR,
+    ENGINE,
+    TRAINER,
+    weights_of_here,
+)
+from penstock.workers.pool.requests import Generate
 from penstock.workers.pool.weights import NodeCopies
 from penstock.workers.ray.actor import ActorWorker
 from penstock.workers.ray.agents import ActorAgentLoop
@@ -33,7 +43,13 @@ from penstock.workers.supervise.supervised import (
     nothing,
 )
 from penstock.workers.supervise.trainer import as_one_worker
-from penstock.workers.workers import Workers, all_or_first_error, start_workers
+from penstock.workers.workers import (
+    Engines,
+    Workers,
+    all_or_first_error,
+    start_engine_workers,
+    start_workers,
+)
 
 _CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 _TOKEN_TIMEOUT_S = 5.0
@@ -47,19 +63,48 @@ async def start(
     config: Config, total_steps: int, log_folder: Path, events: SupervisionCallbacks
 ) -> Workers:
     """Join or start the cluster, place the actors, build their parts."""
-    kind = sync_kind(config)
     engines = config.launch.model_copy(update={"num_producers": config.num_engines})
     config = config.model_copy(update={"launch": engines})
-    ours = connect(config.launch)
     num_agents = sum(task.agent_actors for task in config.tasks.values())
+    async with _placed(config, num_agents, log_folder, events) as actors:
+        return await _start_parts(actors, total_steps)
+
+
+async def start_engines(
+    config: Config, log_folder: Path, events: SupervisionCallbacks, generate: Generate
+) -> Engines:
+    """Place engines that hold adapters; this process, on a node of the cluster, publishes their weights."""
+    alone = config.launch.model_copy(update={"num_consumers": 0, "colocate": False})
+    config = config.model_copy(update={"launch": alone})
+    async with _placed(config, 0, log_folder, events) as actors:
+        import ray
+
+        engines = [_make_engine(actors, n, adapters=True) for n in range(alone.num_producers)]
+        publish, free = weights_of_here(config, ray.get_runtime_context().get_node_id())
+
+        async def clean_up() -> None:
+            free()
+            await actors.release()
+
+        return await start_engine_workers(
+            config, events, engines, publish, generate, clean_up=clean_up, copies=actors.copies
+        )
+
+
+@asynccontextmanager
+async def _placed(
+    config: Config, num_agents: int, log_folder: Path, events: SupervisionCallbacks
+) -> AsyncIterator[_Actors]:
+    """Join or start the cluster and reserve places; what is not started inside gives them back."""
+    kind, ours = sync_kind(config), connect(config.launch)
     placement = Placement(config.launch, ours, events.note, num_agents=num_agents)
+    actors = _Actors(config, log_folder, placement, kind, events, ours)
     try:
         await placement.reserve()
-        actors = _Actors(config, log_folder, placement, kind, events)
-        return await _start_parts(actors, total_steps, ours)
+        log_folder.mkdir(parents=True, exist_ok=True)
+        yield actors
     except BaseException:  # a failed or stopped start: nothing stays reserved
-        placement.release()
-        disconnect(ours)
+        await actors.release()
         raise
 
 
@@ -81,6 +126,7 @@ def connect(settings: LaunchConfig) -> bool:
             f"launch.address: got {settings.address!r}, a cluster that asks for a token, allowed: {_TOKEN}"
         )
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    stops = signal.getsignal(signal.SIGTERM)
     try:
         if settings.address:
             ray.init(address=settings.address, **quiet)
@@ -97,6 +143,9 @@ def connect(settings: LaunchConfig) -> bool:
         raise UserError(
             f"launch.address: got {where!r}, allowed: a Ray cluster that answers: {line}"
         ) from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, stops)  # Ray's own would end the process at once
     return not settings.address
 
 
@@ -125,25 +174,11 @@ def disconnect(ours: bool) -> None:
         ray.shutdown()
 
 
-async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers:
-    settings, events, placement = actors.config.launch, actors.events, actors.placement
-    actors.log_folder.mkdir(parents=True, exist_ok=True)
+async def _start_parts(actors: _Actors, total_steps: int) -> Workers:
+    settings, events = actors.config.launch, actors.events
     trainer = Supervised("trainer", _spawn_trainer(actors, total_steps), settings, events)
-
-    def make_engine(number: int) -> Supervised:
-        name = f"engine-{number}"
-        slot = placement.take(name, number)
-        spawn = _spawn_engine(actors, number, slot)
-        free = partial(placement.free, slot, name)
-        slot.worker = Supervised(name, spawn, settings, events, when_closed=free)
-        return slot.worker
-
+    make_engine = partial(_make_engine, actors)
     engines = [make_engine(number) for number in range(settings.num_producers)]
-
-    async def clean_up() -> None:
-        placement.release()
-        disconnect(ours)
-
     return await start_workers(
         actors.config,
         total_steps,
@@ -151,7 +186,7 @@ async def _start_parts(actors: _Actors, total_steps: int, ours: bool) -> Workers
         trainer,
         engines,
         make_engine=make_engine,
-        clean_up=clean_up,
+        clean_up=actors.release,
         copies=actors.copies,
         start_agent=partial(_start_agent, actors),
     )
@@ -194,11 +229,17 @@ class _Actors:
     placement: Placement
     sync: str
     events: SupervisionCallbacks
+    ours: bool  # the cluster ends with the run
     copies: NodeCopies = field(init=False)
 
     def __post_init__(self) -> None:
         spawn = self._spawn_distributor
         self.copies = NodeCopies(spawn, self.config.launch, self.events)
+
+    async def release(self) -> None:
+        """Give back the places, and end a cluster of this run."""
+        self.placement.release()
+        disconnect(self.ours)
 
     async def create(self, name: str, threads: int, options: dict[str, Any]) -> ActorWorker:
         timeout_s, log = self.config.launch.start_timeout_s, self.log_folder / f"{name}.log"
@@ -227,14 +268,23 @@ class _Actors:
         return await self.build(worker, DISTRIBUTOR, *how)
 
 
+def _make_engine(actors: _Actors, number: int, *, adapters: bool = False) -> Supervised:
+    name, placement = f"engine-{number}", actors.placement
+    slot = placement.take(name, number)
+    spawn = _spawn_engine(actors, number, slot, adapters)
+    free = partial(placement.free, slot, name)
+    slot.worker = Supervised(name, spawn, actors.config.launch, actors.events, when_closed=free)
+    return slot.worker
+
+
 def _spawn_engine(
-    actors: _Actors, number: int, slot: PlacementSlot
+    actors: _Actors, number: int, slot: PlacementSlot, adapters: bool
 ) -> Callable[[], Awaitable[Worker]]:
     async def spawn() -> Worker:
         threads = actors.config.of_engine(number).engine.threads
         worker = await actors.place(f"engine-{number}", threads, slot)
         actors.copies.place_engine(number, worker.node)
-        return await actors.build(worker, ENGINE, actors.config, number)
+        return await actors.build(worker, ENGINE, actors.config, number, None, adapters)
 
     async def spawn_or_free() -> Worker:
         try:

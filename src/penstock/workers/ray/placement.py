@@ -305,6 +305,24 @@ class Placement:
 
     async def _reserve_all(self) -> None:
         settings, (packed, spread) = self._settings, bundles(self._settings)
+        taken = await self._reserve_packed(packed) if packed else []
+        if settings.colocate:
+            return
+        targets = spread_over(_living_nodes(), list(zip(taken, packed, strict=True)), spread)
+        groups = [
+            self._add(Reservation([asked], "SPREAD", target=target))
+            for asked, target in zip(spread, targets, strict=True)
+        ]
+        await asyncio.gather(*(group.ready() for group in groups))
+        places = [settings.engine_ray_options(number) for number in range(settings.num_producers)]
+        self.producers = [
+            PlacementSlot(group, 0, place.num_cpus, place.num_gpus, place)
+            for group, place in zip(groups, places, strict=True)
+        ]
+
+    async def _reserve_packed(self, packed: list[Need]) -> list[str]:
+        """Reserve the slots of the trainer, and of engines that share its devices; the node of each."""
+        settings = self._settings
         packed_group = self._add(Reservation(packed, "PACK", is_shared=settings.colocate))
         await packed_group.ready()
         share = 2 if settings.colocate else 1  # two actors see the same device
@@ -319,18 +337,7 @@ class Placement:
                 PlacementSlot(packed_group, n, place.num_cpus, place.num_gpus / share, place)
                 for n, place in enumerate(places)
             ]
-            return
-        taken = [await packed_group.node(number) for number in range(len(packed))]
-        targets = spread_over(_living_nodes(), list(zip(taken, packed, strict=True)), spread)
-        groups = [
-            self._add(Reservation([asked], "SPREAD", target=target))
-            for asked, target in zip(spread, targets, strict=True)
-        ]
-        await asyncio.gather(*(group.ready() for group in groups))
-        self.producers = [
-            PlacementSlot(group, 0, place.num_cpus, place.num_gpus, place)
-            for group, place in zip(groups, places, strict=True)
-        ]
+        return [await packed_group.node(number) for number in range(len(packed))]
 
     def _add(self, reservation: Reservation) -> Reservation:
         self._reservations.append(reservation)

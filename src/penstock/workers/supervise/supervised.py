@@ -66,7 +66,7 @@ _SAME_FAULTS = 3  # a worker that dies of one error so often in a row is given u
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 CALLS = {  # the kind of wait that a method of a worker opens; any other is a short question
     **dict.fromkeys(("generate", "generate_many"), WaitKind.GENERATE),
-    "update_weights": WaitKind.SYNC,
+    **dict.fromkeys(("update_weights", "hold_adapter"), WaitKind.SYNC),
     "train": WaitKind.TRAIN,
     **dict.fromkeys(("announce", "publish"), WaitKind.PUBLISH),
     **dict.fromkeys(("endpoint", "receive"), WaitKind.COLLECTIVE),
