@@ -6,6 +6,7 @@ An engine that was started again holds none, and gets them with the next request
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ from typing import Any
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.errors import WorkerDied
 from penstock.types import WeightHandle
-from penstock.workers.pool.requests import Engine, generate_on
+from penstock.workers.pool.requests import Engine
 from penstock.workers.supervise.supervised import Supervised, Worker
 
 
@@ -77,11 +78,13 @@ class Adapters:
 
     async def generate(self, engine: Engine, requests: list[GenerationRequest]) -> list[Generation]:
         """Let an engine answer requests of one adapter, or of none."""
-        if not (adapter := requests[0].adapter):
-            return await generate_on(engine, requests)
-        held = self.held.get(engine.name)
-        if held is None or held.worker is not engine.supervised.worker:
-            held = self.held[engine.name] = Held(engine.supervised)
-        async with held.use(adapter, self._read):
-            held.check()
-            return await generate_on(engine, requests)
+        worker = engine.supervised
+        async with contextlib.AsyncExitStack() as using:
+            if adapter := requests[0].adapter:
+                held = self.held.get(engine.name)
+                if held is None or held.worker is not worker.worker:
+                    held = self.held[engine.name] = Held(worker)
+                await using.enter_async_context(held.use(adapter, self._read))
+                held.check()
+            answers: list[Generation] = await worker.call("generate_many", requests)
+            return answers

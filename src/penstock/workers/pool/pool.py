@@ -27,7 +27,6 @@ from penstock.workers.pool.requests import (
     Requests,
     Scheduler,
     empty_answer,
-    generate_on,
 )
 from penstock.workers.pool.weights import NewestWeights, NodeCopies, Renew
 from penstock.workers.supervise.supervised import Call, Restarts, Supervised, SupervisionCallbacks
@@ -59,7 +58,7 @@ class EnginePool:
         copies: NodeCopies | None = None,
         renew: Renew | None = None,
         *,
-        generate: Generate = generate_on,
+        generate: Generate | None = None,
         slots: int = 0,
         update: UpdateOrder = "together",
         shares_gpu: bool = False,
@@ -68,8 +67,8 @@ class EnginePool:
 
         events: told when an engine has confirmed weights, by its answer or by tokens sampled from them.
         make: returns a further engine, by its index. copies: one copy of the weights per node.
-        renew: publishes weights again that cannot be read. generate: gets the answers of one engine. slots:
-        requests that it runs at once; 0: ask it.
+        renew: publishes weights again that cannot be read. slots: requests that an engine runs at once; 0: ask it.
+        generate: gets the answers of one engine, where a plain call is not enough.
         shares_gpu: with the trainer: engines wake, start and load in their turn.
         """
         if not supervised:
@@ -298,7 +297,10 @@ class EnginePool:
         Raise an error of its part if the engine lives.
         """
         try:
-            answers = await self._generate(engine, requests)
+            if self._generate is None:
+                answers = await engine.supervised.call("generate_many", requests)
+            else:
+                answers = await self._generate(engine, requests)
         except (WorkerDied, PartFailed, EngineError) as error:
             if isinstance(error, WorkerDied):
                 self._lost(engine)

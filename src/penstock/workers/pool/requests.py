@@ -305,11 +305,6 @@ Generate = Callable[[Engine, list[GenerationRequest]], Awaitable[list[Generation
 Ask = Callable[[Engine, list[GenerationRequest]], Awaitable[tuple[list[Generation], bool]]]
 
 
-async def generate_on(engine: Engine, requests: list[GenerationRequest]) -> list[Generation]:
-    answers: list[Generation] = await engine.supervised.call("generate_many", requests)
-    return answers
-
-
 async def abort_on(engine: Engine, request_ids: list[str]) -> None:
     for request_id in request_ids:
         with contextlib.suppress(RunError):  # a failed abort costs tokens and no more
