@@ -1,7 +1,7 @@
 """A service for training loops of users: the Tinker SDK's protocol, with every command in a log.
 
     HTTP (server.py) or Python (client.py) -> commands (core.py), logged first (command_log.py)
-        -> trainer's thread: models.py (losses in batches.py)   -> engine: samplers.py
+        -> trainer's thread: models.py (losses in batches.py)   -> engine: samplers.py <- chats (chat.py)
 
 Engine, trainer and weights are those of `penstock train`. A command is durable before it is answered, commands
 of a model run in the order of their numbers and once, and a killed server goes on from checkpoint and log.

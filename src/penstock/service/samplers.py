@@ -132,6 +132,14 @@ class Samplers:
 
     # ---- one request
 
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample from the base."""
+        async with self._turn("", "", None):
+            return await self.engine.generate(request)
+
+    async def abort(self, request_id: str) -> None:
+        await self.engine.abort(request_id)
+
     async def sample(
         self, name: str, fields: Mapping[str, Any], folder: str, digest: str, settings: Any
     ) -> bytes:
@@ -159,7 +167,7 @@ class Samplers:
             raise UserError(f"num_samples: got {count!r}, allowed: 1 to {MOST_SAMPLES}")
         seed = params.get("seed")
         seed = stable_hash(name) if seed is None else int(seed)
-        sampling = _sampling(params, self._models.longest - len(prompt))
+        sampling = sampling_params(params, self._models.longest - len(prompt))
         return [
             GenerationRequest(
                 f"{name}/{n}", prompt, sampling, stable_hash(seed, n), adapter=adapter
@@ -252,7 +260,7 @@ def prompt_ids(fields: Mapping[str, Any]) -> np.ndarray:
         raise UserError("prompt: got tokens that are no integers, allowed: token ids") from None
 
 
-def _sampling(params: Mapping[str, Any], room: int) -> SamplingParams:
+def sampling_params(params: Mapping[str, Any], room: int) -> SamplingParams:
     """The sampling parameters of the protocol as the engine's; `room` is what fits behind the prompt."""
     stop = params.get("stop")
     stops = [stop] if isinstance(stop, str) else list(stop or [])
