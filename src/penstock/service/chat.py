@@ -27,6 +27,7 @@ from penstock.serving import json_response
 from penstock.types import Rollout
 
 _SAMPLING = ("temperature", "top_p", "top_k", "stop")
+_MOST_S = 3600.0  # for one answer; a client gives up sooner, and its answer is sampled to the end
 
 
 class Chats:
@@ -51,7 +52,7 @@ class Chats:
     def _open(self, body: Any) -> Session:
         """The session of one request, with the sampling settings of its body."""
         fields = body if isinstance(body, Mapping) else {}
-        self._core.check_base(fields.get("model", self._core.base_names[0]), "model")
+        self._core.check_base(fields.get("model") or self._core.base_names[0], "model")
         given = {name: fields[name] for name in _SAMPLING if fields.get(name) is not None}
         longest, seed = self._core.models.longest, fields.get("seed")
         seed = seed if isinstance(seed, int) else secrets.randbits(31)
@@ -61,6 +62,11 @@ class Chats:
             engine=cast(InferenceEngine, self._core.samplers),
             bridge=self._bridge,
             sampling=sampling_params(given, longest),
-            limits=Limits(max_turns=1 << 30, max_context=longest, max_positions=longest),
+            limits=Limits(
+                max_turns=1 << 30,
+                max_context=longest,
+                max_positions=longest,
+                turn_timeout_s=_MOST_S,
+            ),
             recorder=KeptCalls(),
         )

@@ -60,7 +60,13 @@ class Samplers:
             admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(folder, deque()).append(admitted)
             self._advance()
-            await admitted  # `_switch` has counted it
+            try:
+                await admitted  # `_switch` has counted it
+            except asyncio.CancelledError:
+                if not admitted.cancelled() and admitted.exception() is None:
+                    self._running -= 1
+                    self._advance()
+                raise
         else:
             self._running += 1
         try:
