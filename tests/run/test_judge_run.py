@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from penstock.run.session import model_config
 from penstock.store.run_folder import RunFolder
 from stages.command_runs import penstock, train
 from stages.judge_server import JudgeServer
@@ -120,3 +121,11 @@ def test_a_policy_that_gives_no_verdict_fails_the_group(tmp_path: Path) -> None:
     assert "groups failed" in run.told
     assert "reward judge: " in run.told
     assert "Traceback" not in run.told
+
+
+def test_a_run_that_is_served_as_a_judge_gets_no_log_into_its_folder(tmp_path: Path) -> None:
+    run = train(tmp_path, "earlier", "train.steps=1")
+    config = model_config(str(run.folder.path), [])
+    assert Path(config.model.path).is_relative_to(run.folder.path)
+    assert config.run.name != "earlier"
+    assert model_config(str(run.folder.path), ["run.name=judge"]).run.name == "judge"
