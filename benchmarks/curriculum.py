@@ -9,7 +9,7 @@ third of them, a third of sums below 10, and a third of four digits, which the p
 sampler, seed) is a `penstock train` that ends at the target; a run that is finished is not done again.
 
 Expected, before it was run: no difference on `plain`; on `mixed` difficulty needs a half to two thirds of the
-tokens, since after a pass it draws few of the sums that cannot be learned. Found: docs/teach.md.
+tokens, since after a pass it draws few of the sums that cannot be learned. Found: docs/controls.md.
 """
 
 from __future__ import annotations

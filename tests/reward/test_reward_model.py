@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.config import RewardConfig
-from penstock.errors import RewardError
+from penstock.errors import RewardError, UserError
 from penstock.reward import VerifiableReward, build_reward
 from penstock.reward.reward_model import RewardModel, RewardModelOptions, Scorer
 from penstock.types import Score
@@ -186,3 +186,26 @@ def test_a_model_that_is_not_there_is_a_failure_that_says_so(tmp_path: Path) -> 
 
     with pytest.raises(RewardError, match="does not start"):
         asyncio.run(run())
+
+
+def test_a_name_that_is_no_model_is_refused_before_a_process_starts() -> None:
+    with pytest.raises(
+        UserError, match="option path: got 'nowhere', allowed: a folder that exists"
+    ):
+        build(Path("nowhere"))
+
+
+def test_rollouts_that_were_given_up_do_not_disturb_the_end(model_path: Path) -> None:
+    """A run that is stopped cancels its rollouts first, some of which no batch has taken yet."""
+
+    async def main() -> None:
+        judge = build(model_path, batch_size=1)
+        asked = [asyncio.create_task(judge.score(rollout(text), prompt())) for text in TEXTS]
+        for _ in range(3):  # the first is in a batch, whose process starts; the others wait
+            await asyncio.sleep(0)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await judge.close()
+
+    asyncio.run(main())

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from penstock.run.session import model_config
+from penstock.store.run_folder import RunFolder
 from stages.command_runs import penstock, train
 from stages.judge_server import JudgeServer
 from stages.judging_engine import JUDGING_ENGINE
-from stages.tiny_run import TINY
+from stages.tiny_run import TINY, digests
 
 
 @contextmanager
@@ -52,6 +54,30 @@ def test_the_words_of_the_judge_are_journalled(
     capfd.readouterr()
     assert penstock("rollouts", str(tmp_path / "judged")) == 0
     assert "I counted." in capfd.readouterr().out
+
+
+def test_the_words_of_the_judge_teach_and_forks_need_no_judge(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The policy learns from itself with `{feedback}`, which replay and forks read from the journal."""
+    where = [f"run.dir={tmp_path}", "produce.strategy=sync", "train.steps=2"]
+    itself = ["teachers.self.path=policy", "algorithm.teacher=self"]
+    template = "tasks.train.teacher_template='{prompt} {feedback}'"
+    with served_judge() as server:
+        first = [*where, "run.name=judged", rewards(server.url), *itself, template]
+        assert penstock("train", *TINY, *first, "algorithm.name=distill") == 0
+    judged = str(tmp_path / "judged")
+    assert penstock("replay", judged) == 0
+    assert capfd.readouterr().out.count("  equal") == 2
+
+    def fork(name: str, word: str) -> list[str]:
+        words = [f"run.dir={tmp_path}", f"run.name={name}", word]
+        assert penstock("replay", judged, *words) == 0, capfd.readouterr().out
+        return digests(RunFolder(tmp_path / name))
+
+    assert fork("again", template) == digests(RunFolder(tmp_path / "judged"))
+    without = "tasks.train.teacher_template='{prompt} '"
+    assert fork("without", without) != digests(RunFolder(tmp_path / "judged"))
 
 
 def test_a_check_says_in_one_line_that_the_judge_does_not_answer(
@@ -95,3 +121,11 @@ def test_a_policy_that_gives_no_verdict_fails_the_group(tmp_path: Path) -> None:
     assert "groups failed" in run.told
     assert "reward judge: " in run.told
     assert "Traceback" not in run.told
+
+
+def test_a_run_that_is_served_as_a_judge_gets_no_log_into_its_folder(tmp_path: Path) -> None:
+    run = train(tmp_path, "earlier", "train.steps=1")
+    config = model_config(str(run.folder.path), [])
+    assert Path(config.model.path).is_relative_to(run.folder.path)
+    assert config.run.name != "earlier"
+    assert model_config(str(run.folder.path), ["run.name=judge"]).run.name == "judge"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 import penstock
 from penstock import AdamParams, Datum, SamplingParams
 from penstock.engine.transformers import adapters
+from penstock.service import samplers
 
 IDS = [1, 5, 6, 7, 8, 9, 10, 11]
 STEP = AdamParams(learning_rate=3e-2, eps=1e-8)
@@ -63,3 +66,41 @@ def test_models_in_one_batch_have_the_gradients_and_samples_of_servers_of_their_
             with penstock.Service("demo", folder=tmp_path / str(rank)) as service:
                 trainer, told = train(service, rank)
                 assert heard(told, ask(trainer)) == together[number]
+
+
+def test_a_request_that_is_given_up_as_its_turn_begins_leaves_the_turn() -> None:
+    class GivenUp(samplers.Samplers):
+        """Cancels a request between the moment that admits it and its first step."""
+
+        victim: asyncio.Task[None] | None = None
+
+        def _advance(self) -> None:
+            if self.victim is not None and self._running:
+                self.victim.cancel()
+                self.victim = None
+            super()._advance()
+
+    async def load(*_: Any) -> None: ...
+
+    async def main() -> None:
+        pool = SimpleNamespace(update_weights=load)
+        engines: Any = SimpleNamespace(pool=pool, publish=lambda *_: None)
+        source = SimpleNamespace(weights=None)
+
+        async def in_trainer(*_: Any) -> Any:
+            return source
+
+        models: Any = SimpleNamespace(scorer=None)
+        turns = GivenUp(models, engines, in_trainer, holds_adapters=True)
+
+        async def take(folder: str) -> None:
+            async with turns._turn(folder, "digest", None):
+                pass
+
+        turns.victim = asyncio.create_task(take("first"))
+        with pytest.raises(asyncio.CancelledError):
+            await turns.victim
+        async with asyncio.timeout(10):
+            await take("second")
+
+    asyncio.run(main())

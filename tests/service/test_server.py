@@ -115,6 +115,72 @@ def warm() -> Iterator[WarmServices]:
     warm.close()
 
 
+def chat(server: ServerProcess, body: Any, *, key: str = "tml-a") -> tuple[int, Any]:
+    """Ask for a chat completion as OpenAI's clients do."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    try:
+        headers = {"Authorization": f"Bearer {key}"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+SUM = {"messages": [{"role": "user", "content": "12+34"}], "temperature": 0, "model": "demo"}
+
+
+def test_chats_are_answered_by_the_base_whatever_is_trained_and_leave_no_trace(
+    server: ServerProcess,
+) -> None:
+    before = len(log_of(server.folder))
+    status, first = chat(server, SUM)
+    assert (status, first["choices"][0]["finish_reason"]) == (200, "stop")
+    text = first["choices"][0]["message"]["content"]
+    assert "<answer>" in text
+    assert len(log_of(server.folder)) == before
+    client = WireClient(server, key="tml-0")
+    model_id = json.loads(client.create(rank=0))["model_id"]
+
+    def command(path: str, body: Any) -> None:
+        client.answer(client.json(path, body)["request_id"])
+
+    command("forward_backward", forward_backward(model_id, 1, IDS))
+    command("optim_step", {"model_id": model_id, "seq_id": 2, "adam_params": {"learning_rate": 1}})
+    fields = {"model_id": model_id, "seq_id": 3, "sampling_session_seq_id": 0}
+    command("save_weights_for_sampler", fields)
+    sampler = f"{model_id.partition(':')[0]}:sample:0"
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": IDS[:3]}]}
+    asked = {"sampling_session_id": sampler, "num_samples": 1, "prompt": prompt}
+    for seq in range(2):  # the engine has other weights in between
+        command("asample", {**asked, "seq_id": seq, "sampling_params": {"max_tokens": 4}})
+        assert chat(server, SUM)[1]["choices"][0]["message"]["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": "other"}, "model: got 'other', allowed: 'demo'"),
+        ({"messages": [{"role": "user", "content": "1" * 999}]}, "got a context of 1001 tokens"),
+        ({"temperature": "hot"}, "allowed: numbers"),
+        ({"temperature": -1}, "allowed: temperature >= 0"),
+        ({"messages": []}, "messages: got list"),
+        ({"max_tokens": 0}, "max_tokens: got 0"),
+    ],
+)
+def test_a_wrong_chat_is_refused_in_one_line(
+    server: ServerProcess, changes: dict[str, Any], said: str
+) -> None:
+    status, answer = chat(server, SUM | changes)
+    assert status == 400
+    assert said in answer["error"]["message"]
+    assert "\n" not in answer["error"]["message"]
+
+
+def test_a_chat_needs_a_key(server: ServerProcess) -> None:
+    assert chat(server, SUM, key="tml-z")[0] == 401
+
+
 def runs_of(folder: Path) -> int:
     """How often commands were begun, beyond once each."""
     with sqlite3.connect(folder / "service" / FILE) as database:

@@ -77,6 +77,7 @@ def demonstrations(tmp_path: Path, *records: dict[str, Any], **fields: Any) -> l
         {"prompt": "1+1=", "completion": "2"},
         {"prompt": "1+1=", "completion": [{"role": "assistant", "content": "2"}]},
         {"question": "1+1=", "answer": "2"},
+        {"question": "1+1=", "answer": 2},
         {"messages": [{"role": "user", "content": "1+1="}], "gt_answer": "2"},
     ],
 )
@@ -108,7 +109,7 @@ def test_a_long_demonstration_is_cut_and_counted(tmp_path: Path) -> None:
     [
         ({"messages": [{"role": "user", "content": "1+1="}]}, "no answer to imitate"),
         ({"prompt": "1+1="}, "allowed: messages with an assistant turn, or one of completion"),
-        ({"prompt": "1+1=", "completion": 2}, "a turn to imitate without text"),
+        ({"prompt": "1+1=", "completion": {"text": "2"}}, "a turn to imitate without text"),
         (
             {"messages": [{"role": "assistant", "content": "2"}]},
             "an assistant turn first, allowed: a prompt",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,24 @@ def test_a_template_names_fields_of_the_data(tmp_path: Path) -> None:
     path.write_text(json.dumps(rows[0] | {"hint": None}) + "\n")
     with pytest.raises(UserError, match="got no 'hint', which reward teacher_template reads"):
         preflight.check(config)
+
+
+def test_the_note_of_the_reward_is_the_hint_of_its_response_alone(tmp_path: Path) -> None:
+    """`{feedback}` needs no field of the data; a long note is cut, so that the prompt stays within its limit."""
+    config = config_of(task={"teacher_template": "{prompt} {feedback}", "max_prompt_tokens": 12})
+    preflight.check(config)
+    chat = ChatTemplate.from_config(config.model)
+    group = sampled(chat)
+    notes = ["=46", "", "=4\ud8006", "=" * 50]
+    group.rollouts = [replace(group.rollouts[0], score=Score(0.0, note=note)) for note in notes]
+    (hinted,) = with_hints([group], config, chat)
+    read = [chat.decode_prompt(rollout.prompt_ids) for rollout in hinted.rollouts]
+    assert "12+34 =46" in read[0]
+    assert "=" not in read[1]
+    assert "12+34 =" in read[3]
+    assert len(hinted.rollouts[3].prompt_ids) == 12
+    for taught, rollout in zip(hinted.rollouts, group.rollouts, strict=True):
+        np.testing.assert_array_equal(taught.response_ids, rollout.response_ids)
 
 
 def test_a_prompt_without_a_user_has_no_place_for_a_hint(tmp_path: Path) -> None:

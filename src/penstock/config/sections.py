@@ -151,7 +151,7 @@ class TaskConfig(TaskDataConfig):
     algorithm: dict[str, Any] = {}
     """Fields of [algorithm] that differ for this task, or the name of another algorithm, which begins with its own defaults."""
     teacher_template: str = ""
-    """The last user message as the policy reads it when it is its own teacher, with {prompt}, {answer} and fields of the data (docs/teach.md)."""
+    """The last user message as the policy reads it when it is its own teacher, with {prompt}, {answer}, {feedback} and fields of the data (docs/teach.md)."""
 
     @model_validator(mode="after")
     def _difficulty_is_known(self) -> Self:

@@ -155,17 +155,18 @@ def teacher_template(task: TaskDataConfig) -> str:
     return task.teacher_template if isinstance(task, TaskConfig) else ""
 
 
-HINT = re.compile(
-    r"\{(\w+)\}"
-)  # in a teacher_template: the prompt, the answer or a field of the data
+# in a teacher_template: the prompt, the answer, the reward's note on the response, or a field of the data
+HINT, FEEDBACK = re.compile(r"\{(\w+)\}"), "feedback"
 
 
-def with_hint(asked: Example | Prompt, template: str) -> tuple[dict[str, Any], ...]:
+def with_hint(
+    asked: Example | Prompt, template: str, feedback: str = ""
+) -> tuple[dict[str, Any], ...]:
     """The messages, with the template's text in the place of the last user message."""
     messages = list(asked.messages)
     place = max(n for n, message in enumerate(messages) if message["role"] == "user")
     values = {"prompt": messages[place]["content"], "answer": asked.gt_answer or ""}
-    values = {**asked.extra, **values}
+    values = {**asked.extra, **values, FEEDBACK: feedback}
     text = HINT.sub(lambda name: str(values.get(name[1], name[0])), template)
     messages[place] = {**messages[place], "content": text}
     return tuple(messages)

@@ -33,7 +33,8 @@ def as_prompt(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str
     elif answer is not None:
         shown = record[answer]
         rest = {key: value for key, value in record.items() if key != answer}
-        turns = shown if isinstance(shown, list) else [{"role": "assistant", "content": shown}]
+        text = str(shown) if type(shown) in (int, float) else shown  # as rewards read it
+        turns = shown if isinstance(shown, list) else [{"role": "assistant", "content": text}]
     else:
         raise BadRecord(
             f"got no answer to imitate, allowed: messages with an assistant turn, or one of {', '.join(ANSWERS)}"

@@ -91,8 +91,8 @@ class Judge(Reward):
     ) -> None:
         if not options.url and options.model != POLICY:
             raise UserError(
-                f"reward judge: option url: got none with model {options.model!r}, allowed: the address of its server, "
-                f"or model {POLICY!r}"
+                f"reward judge: option url: got none with model {options.model!r}, allowed: the address of its server "
+                f"(`penstock serve` is one), or model {POLICY!r}"
             )
         low, high = options.scale
         if not low < high:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from penstock.config import Section
 from penstock.data.chat import ChatTemplate
@@ -52,6 +53,15 @@ class RewardModelOptions(Section):
     """Longest wait for one batch."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+
+    @field_validator("path")
+    @classmethod
+    def _can_be_a_model(cls, path: str) -> str:
+        if os.path.isabs(path) or os.path.isdir(path) or re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+            return path  # an absolute one may be on another machine, where the rewards run
+        raise ValueError(
+            f"option path: got {path!r}, allowed: a folder that exists, or a hub name owner/name"
+        )
 
 
 class RewardModel(Reward):
@@ -127,7 +137,8 @@ class RewardModel(Reward):
             self._serving.cancel()
             await asyncio.wait([self._serving])
         while not self._waiting.empty():
-            self._waiting.get_nowait()[1].set_exception(RewardError("the reward model was closed"))
+            if not (future := self._waiting.get_nowait()[1]).done():
+                future.set_exception(RewardError("the reward model was closed"))
         await self._process.close()
 
 

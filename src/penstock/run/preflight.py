@@ -21,7 +21,7 @@ from penstock.config.secrets import from_environment
 from penstock.config.server_url import server_url
 from penstock.data import validate_source
 from penstock.data.chat import ask_hub, load_tokenizer
-from penstock.data.dataset import HINT, first_prompts, gives_own_reward, teacher_template
+from penstock.data.dataset import FEEDBACK, HINT, first_prompts, gives_own_reward, teacher_template
 from penstock.engine import ENGINES
 from penstock.errors import RewardError, UserError
 from penstock.inspection.track import TRACKERS
@@ -153,7 +153,7 @@ def check_tasks(key: str, tasks: Iterable[tuple[str, TaskDataConfig]]) -> None:
         where = f"{key}.{name}"
         readers = reward.fields_read(task.rewards)
         for field in HINT.findall(teacher_template(task)):
-            if field != "prompt":
+            if field not in ("prompt", FEEDBACK):
                 readers["gt_answer" if field == "answer" else field] = "teacher_template"
         try:
             validate_source(name, task, readers=readers)

@@ -446,7 +446,7 @@ def _model_config(path: str | None, overrides: Sequence[str], trusted: bool) -> 
     used = model_folder(choose_checkpoint(folder).path)
     if folder.config().train.ema_decay:
         _tell(f"the running average of the weights is used: {used}")
-    model = [f"model.path={used}"]
+    model = [f"model.path={used}", "run.name="]  # what serves it is not the run
     trust.check(folder.path, [folder.config()], trust=trusted)
     return with_overrides(folder.config(), [*model, *overrides])
 

@@ -18,8 +18,8 @@ def serve(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[MODEL|CONFIG] [KEY=VALUE]...",
-            help="A model folder, a hub name or a config, and settings. Without: the demo.",
+            metavar="[RUN|MODEL|CONFIG] [KEY=VALUE]...",
+            help="A run, a model folder, a hub name or a config, and settings. Without: the demo.",
         ),
     ] = None,
     host: Annotated[
@@ -41,7 +41,8 @@ def serve(
 ) -> None:
     """Serve training and sampling to your own loop, by the protocol of the Tinker SDK; a kill loses nothing.
 
-    The log is in runs/service (run.dir, run.name); the same command goes on with it.
+    OpenAI's and Anthropic's clients can chat with the model as it is. The log is in runs/service (run.dir,
+    run.name); the same command goes on with it.
     """
     from penstock.run.session import model_config
     from penstock.service.server import read_keys, serve_until_stopped

@@ -186,9 +186,9 @@ class ServiceCore:
         path = self.config.model.path
         return list(dict.fromkeys([path, resolve_model_path(path), Path(path).name]))
 
-    def check_base(self, name: object) -> None:
+    def check_base(self, name: object, key: str = "base_model") -> None:
         if name not in self.base_names:
-            raise UserError(f"base_model: got {name!r}, allowed: {self.base_names[0]!r}")
+            raise UserError(f"{key}: got {name!r}, allowed: {self.base_names[0]!r}")
 
     # ---- sessions
 

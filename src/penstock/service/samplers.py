@@ -56,7 +56,13 @@ class Samplers:
             admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(folder, deque()).append(admitted)
             self._advance()
-            await admitted  # `_switch` has counted it
+            try:
+                await admitted  # `_switch` has counted it
+            except asyncio.CancelledError:
+                if not admitted.cancelled() and admitted.exception() is None:
+                    self._running -= 1
+                    self._advance()
+                raise
         else:
             self._running += 1
         try:
@@ -102,6 +108,14 @@ class Samplers:
 
     # ---- one request
 
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample from the base."""
+        async with self._turn("", "", None):
+            return await self._engines.pool.generate(request)
+
+    async def abort(self, request_id: str) -> None:
+        await self._engines.pool.abort(request_id)
+
     async def sample(
         self, name: str, fields: Mapping[str, Any], folder: str, digest: str, settings: Any
     ) -> bytes:
@@ -129,7 +143,7 @@ class Samplers:
             raise UserError(f"num_samples: got {count!r}, allowed: 1 to {MOST_SAMPLES}")
         seed = params.get("seed")
         seed = stable_hash(name) if seed is None else int(seed)
-        sampling = _sampling(params, self._models.longest - len(prompt))
+        sampling = sampling_params(params, self._models.longest - len(prompt))
         return [
             GenerationRequest(
                 f"{name}/{n}", prompt, sampling, stable_hash(seed, n), adapter=adapter
@@ -217,7 +231,7 @@ def prompt_ids(fields: Mapping[str, Any]) -> np.ndarray:
         raise UserError("prompt: got tokens that are no integers, allowed: token ids") from None
 
 
-def _sampling(params: Mapping[str, Any], room: int) -> SamplingParams:
+def sampling_params(params: Mapping[str, Any], room: int) -> SamplingParams:
     """The sampling parameters of the protocol as the engine's; `room` is what fits behind the prompt."""
     stop = params.get("stop")
     stops = [stop] if isinstance(stop, str) else list(stop or [])

@@ -24,6 +24,8 @@ from penstock.config import Config
 from penstock.config.demo import resolve_model_path
 from penstock.errors import UserError
 from penstock.files import say
+from penstock.rollout.agent.dialects import DIALECTS
+from penstock.service.chat import Chats
 from penstock.service.core import CREATE, SAMPLE, Busy, NotFound, ServiceCore, iterate_models
 from penstock.service.models import LOAD, SAVE, SAVE_SAMPLER
 from penstock.serving import (
@@ -62,11 +64,15 @@ class Server:
             Route("/api/v1/retrieve_future", self._retrieve, methods=post),
             Route("/api/v1/create_session", self._create_session, methods=post),
         ]
+        self._chats = Chats(core)
+        routes += [Route(path, self._chat, methods=post) for path in DIALECTS]
+        routes.append(Route("/v1/models", self._handler(Server._list_models), methods=["GET"]))
         self.app = make_app(routes, middleware=[Middleware(NoForeignPages, needs_host=False)])
 
     def _owner(self, request: Request) -> str:
         """Whose request it is: the key itself is not kept."""
         key = request.headers.get("x-api-key", "")
+        key = key or request.headers.get("authorization", "").removeprefix("Bearer ")
         if self._keys and key not in self._keys:
             raise HTTPException(
                 401, "X-API-Key: got an unknown key, allowed: a key of this service"
@@ -80,6 +86,10 @@ class Server:
             return json_response(_guarded(lambda: answer(self, owner, values)))
 
         return handle
+
+    async def _chat(self, request: Request) -> Response:
+        self._owner(request)
+        return await self._chats.answer(request)
 
     async def _body(self, request: Request) -> bytes:
         return await read_body(request, most_bytes=_MOST_BYTES, within_s=_BODY_S)
@@ -214,6 +224,9 @@ class Server:
 
     def _create_sampler(self, owner: str, fields: Fields) -> Fields:
         return {"sampling_session_id": self.core.create_sampler(owner, fields)}
+
+    def _list_models(self, owner: str, fields: Fields) -> Fields:
+        return {"object": "list", "data": [{"id": name} for name in self.core.base_names]}
 
     def _capabilities(self, owner: str, fields: Fields) -> Fields:
         longest = self.core.models.longest

@@ -6,14 +6,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from penstock.config import Config
+from penstock.config import Config, TaskConfig
 from penstock.data.chat import ChatTemplate
-from penstock.data.dataset import with_hint
+from penstock.data.dataset import FEEDBACK, HINT, with_hint
 from penstock.training.algo.method import task_algorithms
 from penstock.training.policy import load_policy
-from penstock.types import Choices, Group, Rollout
+from penstock.types import Choices, Group, Prompt, Rollout
 
 
 def load_scorers(config: Config, dtype: torch.dtype) -> tuple[Any | None, dict[str, Any]]:
@@ -38,13 +39,26 @@ def with_hints(groups: Iterable[Group], config: Config, chat: ChatTemplate) -> I
     """Yield the groups with the prompts of `teacher_template`; the responses stay as they were sampled."""
     for group in groups:
         task = config.tasks[group.task]
-        messages = with_hint(group.prompt, task.teacher_template)
-        prompt_ids = chat.encode(messages, task.system_prompt, task.chat_template_kwargs)
+        reads = FEEDBACK in HINT.findall(task.teacher_template)
+        notes = [r.score.note if reads and r.score else "" for r in group.rollouts]
+        ids = {note: _hinted_ids(group.prompt, task, note, chat) for note in dict.fromkeys(notes)}
         rollouts = [
-            replace(rollout, prompt_ids=prompt_ids, choices=_moved(rollout, len(prompt_ids)))
-            for rollout in group.rollouts
+            replace(rollout, prompt_ids=ids[note], choices=_moved(rollout, len(ids[note])))
+            for rollout, note in zip(group.rollouts, notes, strict=True)
         ]
         yield replace(group, rollouts=rollouts)
+
+
+def _hinted_ids(prompt: Prompt, task: TaskConfig, note: str, chat: ChatTemplate) -> np.ndarray:
+    """The ids of a prompt with its hint; of a note that is too long for them, the beginning."""
+    note = note.encode("utf-8", "replace").decode()
+    while True:
+        messages = with_hint(prompt, task.teacher_template, note)
+        ids = chat.encode(messages, task.system_prompt, task.chat_template_kwargs)
+        excess = len(ids) - task.max_prompt_tokens
+        if excess <= 0 or not note:
+            return ids
+        note = note[:-excess]
 
 
 def _moved(rollout: Rollout, prompt_length: int) -> Choices | None:

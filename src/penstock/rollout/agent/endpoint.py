@@ -11,6 +11,7 @@ import asyncio
 import json
 import secrets
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from starlette.middleware import Middleware
@@ -85,7 +86,7 @@ class Endpoint:
             if dialect is None or request.method != "POST":
                 allowed = ", ".join(f"POST {path}" for path in DIALECTS)
                 raise RequestError(404, f"got {request.method} {path}, allowed: {allowed}")
-            calls, response = await _respond(dialect, session, request)
+            calls, response = await respond(dialect, lambda body: session, request)
         except RequestError as refusal:
             form = dialect or DIALECTS["/v1/chat/completions"]
             return json_response(form.error(str(refusal), refusal.code), refusal.status)
@@ -102,14 +103,19 @@ class Endpoint:
         return session
 
 
-async def _respond(
-    dialect: Dialect, session: Session, request: Request
+async def respond(
+    dialect: Dialect, open_session: Callable[[Any], Session], request: Request
 ) -> tuple[list[ModelCall], Response]:
-    """Make the calls that a request asks for; return them and the response with their answers."""
+    """The calls that a request asks for, and the response with their answers; raise RequestError for any other.
+
+    open_session: the session that answers a body.
+    """
     is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
     data = await read_body(request, most_bytes=_MOST_BYTES, within_s=_BODY_S)
     try:
-        chat = dialect.read(json.loads(data or b"null"), session.notes)
+        asked = json.loads(data or b"null")
+        session = open_session(asked)
+        chat = dialect.read(asked, session.notes)
         calls = await asyncio.gather(
             *(
                 session.call(
