@@ -40,11 +40,13 @@ def serve(
 
     The log is in runs/service (run.dir, run.name); the same command goes on with it.
     """
+    from penstock.data.chat import ask_hub
     from penstock.run.session import model_config
     from penstock.service.server import read_keys, serve_until_stopped
 
     path, overrides = split_words(arguments or [])
     config = model_config(path, overrides, trusted=trust)
+    ask_hub(config.model.path, "model.path")
     allowed = read_keys(os.environ.get(KEYS_VARIABLE, ""), keys)
     folder = Path(config.run.dir) / (config.run.name or "service")
     serve_until_stopped(config, folder, host=host, port=port, keys=allowed)
