@@ -65,7 +65,7 @@ class LoadedConfig:
 
     def require_tasks(self) -> None:
         """Refuse a config file without tasks, or a task without data: it would train the demo's in silence."""
-        tables = {"tasks": self.config.tasks, "eval.tasks": self.config.eval.tasks}
+        tables = {"tasks": list(self.config.tasks), "eval.tasks": list(self.config.eval.tasks)}
         for key in (f"{table}.{name}.data" for table, tasks in tables.items() for name in tasks):
             if self.origin(key) == "default":
                 raise UserError(
