@@ -228,15 +228,6 @@ def _openrlhf(conversion: Conversion) -> None:
     length = int(conversion.take("max_len", 2048))
     said = f"max_len = {length}, there of prompt and response"
     conversion.settings.setdefault("sampling.max_tokens", (length, said))
-    judge = str(conversion.take("remote_rm_url", ""))
-    if judge.endswith(".py"):
-        conversion.put(
-            f"{TASK}.rewards", [{"type": f"{judge}:reward_func"}], "reward_func as it is"
-        )
-    elif judge:
-        conversion.left.append(
-            f"remote_rm_url = {judge}: write rewards = [{{ type = 'file.py:function' }}], and ask it there"
-        )
     _openrlhf_loss(conversion)
     _rloo_of_tokens(conversion)
     _value_model(conversion, 9e-6)
