@@ -231,7 +231,12 @@ def test_a_config_without_tasks_does_not_train_the_demo(
 ) -> None:
     (tmp_path / "my.toml").write_text("[train]\nsteps = 1\n")
     assert run(monkeypatch, "train", "my.toml") == 2
-    assert "error: tasks: got none, allowed: at least one [tasks.NAME]" in capsys.readouterr().err
+    assert "error: tasks.train.data: got nothing, allowed: a file" in capsys.readouterr().err
+    (tmp_path / "my.toml").write_text(
+        '[tasks.math]\nrewards = [{type = "boxed"}]\n[train]\nsteps = 1\n'
+    )
+    assert run(monkeypatch, "train", "my.toml") == 2
+    assert "error: tasks.math.data: got nothing, allowed: a file" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
@@ -362,6 +367,8 @@ def test_a_model_that_the_hub_does_not_have_is_said_at_once(
     assert "model.path: got 'no-such/model', which is neither a folder nor in the cache" in said
     assert "http://127.0.0.1:1 cannot be reached" in said
     assert "starting" not in said  # no worker, and no folder of a run
+    assert run(monkeypatch, "serve", "no-such/model") == 2
+    assert "model.path: got 'no-such/model', which is neither" in capsys.readouterr().err
     assert run(monkeypatch, "chat", "no-such/two words") == 2
     assert "model.path: got 'no-such/two words', allowed: " in capsys.readouterr().err
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -261,6 +261,11 @@ def console(**options: Any) -> Console:
     return visible_console
 
 
+def count(number: int, noun: str) -> str:
+    """A number with its noun: 1 engine, 2 engines."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def say(text: object, *, error: bool = False) -> None:
     """Print one plain line, to stderr if it is an error."""
     print(visible(str(text)), file=sys.stderr if error else sys.stdout, flush=True)

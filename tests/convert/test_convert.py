@@ -465,6 +465,18 @@ def test_a_script_that_calls_trl_is_read(folder: Path) -> None:
     assert "keep its own calls under `if __name__" in text
 
 
+def test_a_reward_function_of_openrlhf_is_taken_as_it_is(folder: Path) -> None:
+    for place, words in (("reward.py", "reward.py:reward_func"), ("http://rm:5000", "SAY HERE")):
+        (folder / "rm.sh").write_text(
+            f"python -m openrlhf.cli.train_ppo_ray --remote_rm_url {place}"
+        )
+        code, said = convert("openrlhf", "rm.sh", "--out", f"{len(place)}.toml")
+        assert code == 0, said
+        text = Path(f"{len(place)}.toml").read_text()
+        assert words in text
+        assert ("cannot be read" in text) == place.startswith("http")
+
+
 def test_every_key_of_the_tables_exists() -> None:
     keys = {rule.key for table in WORDS.values() for rule in table.values() if rule.key}
     keys |= {key for defaults in DEFAULTS.values() for key, _, _ in defaults}

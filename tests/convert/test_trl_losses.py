@@ -160,4 +160,6 @@ def test_the_weight_against_vllm_is_that_of_trl(options, correction, tmp_path) -
 )
 def test_what_has_no_counterpart_is_said(options, left, tmp_path) -> None:
     (tmp_path / "grpo.yaml").write_text("\n".join(f"{word}: {options[word]}" for word in options))
-    assert f"#   {left}" in convert("trl", tmp_path / "grpo.yaml")
+    text = convert("trl", tmp_path / "grpo.yaml")
+    assert f"#   {left}" in text
+    assert "# loss_type = dapo" not in text  # a loss that nobody asked for

@@ -410,10 +410,11 @@ def test_records_of_alpaca_and_sharegpt_are_read(
     assert example.gt_answer == answer
 
 
-def test_a_table_with_semicolons_is_read(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text('prompt;gt_answer\n"1;1";2\n')
+@pytest.mark.parametrize("mark", [";", "\t"])
+def test_a_table_of_a_spreadsheet_is_read(tmp_path: Path, mark: str) -> None:
+    (tmp_path / "a.csv").write_text(f'prompt{mark}gt_answer\n"1{mark}1"{mark}2\n')
     (example,) = read_examples(Records(str(tmp_path / "a.csv"), {}, 0), TaskConfig())
-    assert (example.messages[0]["content"], example.gt_answer) == ("1;1", "2")
+    assert (example.messages[0]["content"], example.gt_answer) == (f"1{mark}1", "2")
 
 
 def test_repeated_prompts_are_counted() -> None:

@@ -46,6 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_narrow_terminal_gets_one_line_for_each_run() -> None:
     name, held_out = "train-grpo-20261116-100757", "heldout accuracy 0.344 -> 0.992"
     line = RunLine(name=name, state="finished", steps=80, total_steps=80, reward=0.953)
+    line.size_bytes = 17 * 2**20
     line.changed_at = time.time() - 35 * 60
     line.held_out, line.rewards = held_out, (0.1, 0.9)
     for width, shown in ((80, "0.992"), (160, held_out)):
@@ -55,7 +56,8 @@ def test_a_narrow_terminal_gets_one_line_for_each_run() -> None:
         assert first == second
         assert name in first
         assert shown in first
-        assert first.rstrip().endswith(" 35 min ago")
+        assert "17 MiB" in first
+        assert first.rstrip().endswith(" 35 min")
 
 
 def test_a_service_has_one_row_and_commands_on_runs_name_those_that_work(

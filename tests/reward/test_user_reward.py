@@ -202,7 +202,7 @@ def test_a_group_function_must_give_one_value_each() -> None:
         await build("too_few").score_group(rollouts, [prompt("a")] * 2)
 
     with pytest.raises(
-        RewardError, match=r"rollout g\.0, g\.1: reward too_few: got 1 scores, allowed: 2"
+        RewardError, match=r"rollout g\.0 to g\.1: reward too_few: got 1 scores, allowed: 2"
     ):
         asyncio.run(run())
 

@@ -78,7 +78,11 @@ def test_what_init_writes_is_checked_and_trains_as_it_is(
 @pytest.mark.parametrize("reward", ["tags", "boxed", "own"])
 @pytest.mark.parametrize("model", ["demo", "Qwen/Qwen2.5-0.5B-Instruct"])
 def test_every_config_that_init_writes_is_valid(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: str, model: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    reward: str,
+    model: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = [
@@ -93,10 +97,14 @@ def test_every_config_that_init_writes_is_valid(
         "--max-tokens",
         "77",
     ]
+    assert penstock(monkeypatch, *words) == 2
+    assert "--data: got 'own.jsonl', allowed: a file that exists" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+    (tmp_path / "own.jsonl").touch()
     assert penstock(monkeypatch, *words) == 0
     config = load_config("x/train.toml").config
     assert (config.model.path, config.sampling.max_tokens) == (model, 77)
-    assert config.tasks["train"].data == "own.jsonl"
+    assert config.tasks["train"].data == "x/../own.jsonl"
     assert (tmp_path / "x" / "reward.py").exists() == (reward == "own")
     assert all(len(line) < 150 for line in (tmp_path / "x" / "train.toml").read_text().splitlines())
 

@@ -47,6 +47,7 @@ def test_a_rule_holds(tmp_path: Path, rule: str, scores: list[float], holds: boo
     ("setting", "message"),
     [
         ("train.stop_when=['heldout/acuracy >= 1']", "allowed scores: heldout/accuracy"),
+        ("train.stop_when=['other/accuracy >= 1']", "allowed scores: heldout/accuracy"),
         ("train.stop_when=['other/accuracy stalls 2']", "allowed scores: heldout/accuracy"),
         ("train.stop_when=['finding bad']", "allowed findings: "),
         ("train.stop_when=['when it is good']", "allowed: 'SCORE >= NUMBER'"),

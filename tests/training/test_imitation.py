@@ -79,6 +79,7 @@ def demonstrations(tmp_path: Path, *records: dict[str, Any], **fields: Any) -> l
         {"question": "1+1=", "answer": "2"},
         {"question": "1+1=", "answer": 2},
         {"messages": [{"role": "user", "content": "1+1="}], "gt_answer": "2"},
+        {"conversations": [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]},
     ],
 )
 def test_every_layout_of_a_record_is_one_demonstration(tmp_path: Path, record: Any) -> None:

@@ -64,12 +64,14 @@ class LoadedConfig:
             raise UserError(f"{key}: {text}")
 
     def require_tasks(self) -> None:
-        """Refuse a config file without tasks: it would train the demo's in silence."""
-        if not any(key.split(".")[0] == "tasks" for key in self.origins):
-            raise UserError(
-                "tasks: got none, allowed: at least one [tasks.NAME] with its data and rewards; "
-                "penstock init writes a config with one"
-            )
+        """Refuse a config file without tasks, or a task without data: it would train the demo's in silence."""
+        tables = {"tasks": list(self.config.tasks), "eval.tasks": list(self.config.eval.tasks)}
+        for key in (f"{table}.{name}.data" for table, tasks in tables.items() for name in tasks):
+            if self.origin(key) == "default":
+                raise UserError(
+                    f"{key}: got nothing, allowed: a file, a folder, a hub name or a built-in task; "
+                    "penstock init writes a config with one"
+                )
 
 
 def load_config(

@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Literal
 
+from penstock.config.plugins import beside
 from penstock.config.source import load_config, toml_value
 from penstock.errors import UserError
 
@@ -39,6 +40,9 @@ def write_starter(folder: Path, answers: Answers) -> list[Path]:
     """Write the files into a folder that has none of them; return their paths, the config first."""
     if answers.reward not in REWARD_KINDS:
         raise UserError(f"--reward: got {answers.reward!r}, allowed: {', '.join(REWARD_KINDS)}")
+    _, missing = beside({"tasks": {"train": {"data": answers.data}}}, Path())
+    for text in missing.values():
+        raise UserError(f"--data: {text}")
     files = {"train.toml": _config(folder, answers)}
     if answers.reward == "own":
         files["reward.py"] = _template("reward.txt").template

@@ -86,6 +86,12 @@ def _rewards(value: Any) -> list[dict[str, Any]]:
     return [{"type": str(name)} for name in names]
 
 
+def _reward_file(path: str) -> list[dict[str, Any]]:
+    if not path.endswith(".py"):
+        raise ValueError("an address of a server")
+    return [{"type": f"{path}:reward_func"}]
+
+
 def words_of(value: Any) -> list[str]:
     """The names of a list; "all-linear" means all, which an empty list means here."""
     plain = re.sub(r"[\[\](),'\"]", " ", str(value))
@@ -108,6 +114,7 @@ TRANSLATIONS: dict[str, Callable[[Any], Any]] = {
     "list": list,
     "words": words_of,
     "rewards": _rewards,
+    "reward_file": _reward_file,
     "reward_model": lambda path: [{"type": "reward_model", "options": {"path": str(path)}}],
     "trackers": trackers,
     "wandb": lambda key: ["console", "wandb"],

@@ -67,11 +67,11 @@ def _trl_loss(conversion: Conversion) -> None:
     """Translate TRL's loss, which is not an algorithm: advantages and bounds are chosen beside it."""
     loss = str(conversion.take("loss_type", "dapo"))
     level = conversion.take("importance_sampling_level", "token")
-    if loss not in _TRL_AGGREGATIONS:
-        allowed = ", ".join(_TRL_AGGREGATIONS)
-        conversion.left.append(f"loss_type = {loss}: none of {allowed}, so dapo is written")
-        loss = "dapo"
     said = f"loss_type = {loss}" if "loss_type" in conversion.words else "TRL's default loss, dapo"
+    if loss not in _TRL_AGGREGATIONS:
+        said += f": none of {', '.join(_TRL_AGGREGATIONS)}, so dapo is written"
+        conversion.left.append(said)
+        loss = "dapo"
     if loss == "bnpo":
         said += "; the mean is over an update, not over each micro-batch"
     conversion.put("algorithm.aggregation", _TRL_AGGREGATIONS[loss], said)

@@ -98,7 +98,8 @@ def _translate(conversion: Conversion, word: str, value: Any, rule: Rule | None)
     try:
         translated = rule.value(value)
     except (TypeError, ValueError):
-        conversion.left.append(f"{word} = {_shown(value)}: cannot be read as {rule.key}")
+        why = f"; {rule.note}" if rule.note else ""
+        conversion.left.append(f"{word} = {_shown(value)}: cannot be read as {rule.key}{why}")
         return
     if translated is None:
         return

@@ -28,7 +28,6 @@ from penstock.types import Prompt
 
 PROMPT_FIELDS = ("messages", "prompt", "question", "problem", "instruction", "conversations")
 ANSWER_FIELDS = ("gt_answer", "answer", "solution", "ground_truth")
-SPEAKERS = {"human": "user", "gpt": "assistant"}  # as ShareGPT names them
 VERL_ANSWER = ("reward_model", "ground_truth")  # where verl's layout has the answer
 GSM8K_MARK = "####"
 TOKENIZE_BATCH = 1024  # most prompts of one call of the tokenizer
@@ -330,8 +329,9 @@ def read_examples(
         yield example
     if mistakes:
         line, reason = mistakes[0]
-        more = f" ({len(mistakes) - 1} more lines are wrong)" if len(mistakes) > 1 else ""
-        raise UserError(f"{records.place(line)}: {reason}{more}")
+        more = len(mistakes) - 1
+        rest = f" ({more} more {'line is' if more == 1 else 'lines are'} wrong)" if more else ""
+        raise UserError(f"{records.place(line)}: {reason}{rest}")
     if not count:
         raise UserError(f"data: got {records.data!r} with no problem in it, allowed: at least one")
 
@@ -431,15 +431,7 @@ def _as_messages(record: dict[str, Any], prompt_field: str) -> dict[str, Any]:
         return {**record, "instruction": text, **answer}
     if prompt_field != "conversations" or not isinstance(value, list):
         return record
-    turns = [
-        {
-            "role": SPEAKERS.get(str(turn["from"]), turn["from"]),
-            "content": turn.get("value"),
-        }
-        if isinstance(turn, dict) and "from" in turn
-        else turn
-        for turn in value
-    ]
+    turns = demonstration.as_messages(value)
     if turns and isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant":
         last = turns.pop().get("content")
         return {**record, "conversations": turns, **({} if known else {"gt_answer": last})}

@@ -1,6 +1,6 @@
 """Demonstrations: records that show an answer, as prompts with the turns that are imitated.
 
-A record has `messages` with assistant turns, or a prompt and one of `ANSWERS`. Everything up to the first
+A record has `messages` (or ShareGPT's `conversations`) with assistant turns, or a prompt and one of `ANSWERS`. Everything up to the first
 assistant turn is the prompt; every assistant turn is learned, token by token, up to its end of turn.
 """
 
@@ -17,19 +17,30 @@ from penstock.data.source import BadRecord, chosen_fields
 
 ANSWERS = ("completion", "response", "output", "solution", "answer", "gt_answer")
 TURNS = "demonstration"  # the field of a prompt that holds them
+SPEAKERS = {"human": "user", "gpt": "assistant"}  # as ShareGPT names them
+
+
+def as_messages(turns: Any) -> list[Any]:
+    """Turns of ShareGPT as messages; what is something else stays."""
+    return [
+        {"role": SPEAKERS.get(str(turn["from"]), turn["from"]), "content": turn.get("value")}
+        if isinstance(turn, dict) and "from" in turn
+        else turn
+        for turn in (turns if isinstance(turns, list) else ())
+    ]
 
 
 def as_prompt(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """A record with the turns to imitate apart from its prompt; raise BadRecord if it has none."""
-    messages = record.get("messages")
-    turns = messages if isinstance(messages, list) else []
+    name = "messages" if "messages" in record else "conversations"
+    turns = as_messages(record.get(name))
     roles = [turn.get("role") if isinstance(turn, dict) else None for turn in turns]
     answer = next((n for n in chosen_fields(ANSWERS, columns) if record.get(n) is not None), None)
     if "assistant" in roles:
         first = roles.index("assistant")
         if not first:
             raise BadRecord("got an assistant turn first, allowed: a prompt before it")
-        rest, turns = {**record, "messages": turns[:first]}, turns[first:]
+        rest, turns = {**record, name: turns[:first]}, turns[first:]
     elif answer is not None:
         shown = record[answer]
         rest = {key: value for key, value in record.items() if key != answer}

@@ -357,10 +357,8 @@ def _read_csv(path: Path, parts: ContentHash) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # a cell may be longer than Python's default of 128 KiB
     with io.TextIOWrapper(_open(path, parts), "utf-8-sig", newline="") as text:
         first = text.readline()
-        by_semicolon = (
-            ";" in first and "," not in first
-        )  # as spreadsheets write it in many countries
-        delimiter = "\t" if ".tsv" in path.suffixes else ";" if by_semicolon else ","
+        marks = "\t" if ".tsv" in path.suffixes else ",;\t"  # as spreadsheets write them
+        delimiter = next((mark for mark in marks if mark in first), marks[0])
         rows = csv.reader(itertools.chain([first], text), delimiter=delimiter)
         header = next(rows, [])
         if len(set(header)) != len(header) or not all(header):

@@ -330,7 +330,7 @@ def _print(result: Audit, console: Console) -> None:
     console.print(counts)
     console.print(means)
     console.print(
-        f"{result.committed_steps} steps committed; largest staleness trained: "
+        f"{files.count(result.committed_steps, 'step')} committed; largest staleness trained: "
         f"{result.max_staleness_trained}, allowed: {result.max_staleness_allowed}",
         highlight=False,
     )

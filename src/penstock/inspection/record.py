@@ -492,7 +492,7 @@ def print_runs(lines: Sequence[RunLine], console: Console, *, as_json: bool = Fa
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     if not is_narrow:
         table.add_column("")
-    for name in ("held out", "findings", *([] if is_narrow else ["size"]), "changed"):
+    for name in ("eval" if is_narrow else "held out", "findings", "size", "changed"):
         table.add_column(name, no_wrap=True)
     for line in lines:
         steps = f"{line.steps}/{line.total_steps}" if line.total_steps else str(line.steps)
@@ -510,8 +510,8 @@ def print_runs(lines: Sequence[RunLine], console: Console, *, as_json: bool = Fa
             *curve,
             Text(held_out),
             Text(str(line.findings) if line.findings else "", style="yellow"),
-            *([] if is_narrow else [size_text(line.size_bytes)]),
-            _ago(time.time() - line.changed_at),
+            size_text(line.size_bytes),
+            _since(time.time() - line.changed_at),
         )
     console.print(table, highlight=False)
 
@@ -545,8 +545,8 @@ _STYLES = {
 }
 
 
-def _ago(seconds: float) -> str:
+def _since(seconds: float) -> str:
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
-            return f"{seconds / size:.0f} {unit} ago"
+            return f"{seconds / size:.0f} {unit}"
     return "now"

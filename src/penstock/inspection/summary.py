@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.files import count
 from penstock.inspection.findings import find
 from penstock.inspection.findings.observed import read_observed
 from penstock.inspection.record import FigureChange, Figures, RunRecord, read_run, take_figures
@@ -64,7 +65,9 @@ def print_findings(folder: RunFolder, console: Console, *, as_json: bool = False
     elif findings:
         console.print(finding_table(findings))
     else:
-        console.print(f"No problem was found in {observed.last_step} steps.", highlight=False)
+        console.print(
+            f"No problem was found in {count(observed.last_step, 'step')}.", highlight=False
+        )
     return int(bool(findings))
 
 
@@ -133,11 +136,6 @@ def _change(change: FigureChange, plot: str) -> Text:
     return Text.assemble(
         f"{change.first:.3f} -> ", (f"{change.last:.3f}", "bold"), ("  " + plot, "cyan")
     )
-
-
-def count(number: int, noun: str) -> str:
-    """A number with its noun: 1 engine, 2 engines."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def duration(seconds: float) -> str:

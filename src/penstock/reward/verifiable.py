@@ -259,7 +259,7 @@ async def _score_column(
     if not part.reward.needs_group:
         pairs = zip(rollouts, prompts, strict=True)
         return await _gather([_score_part(part, rollout, prompt) for rollout, prompt in pairs])
-    ids = ", ".join(rollout.rollout_id for rollout in rollouts)
+    ids = " to ".join(dict.fromkeys(rollouts[place].rollout_id for place in (0, -1)))
     try:
         scores = [_checked(score) for score in await part.reward.score_group(rollouts, prompts)]
         if len(scores) != len(rollouts):

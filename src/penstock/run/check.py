@@ -27,10 +27,10 @@ from penstock.data.identity import MACHINE, measure
 from penstock.data.sampler import Sampler
 from penstock.engine.protocol import GenerationRequest, InferenceEngine, SamplingParams
 from penstock.errors import UserError
-from penstock.files import ScratchFolder
+from penstock.files import ScratchFolder, count
 from penstock.inspection.findings import Observed, find
 from penstock.inspection.findings.observed import WINDOW, looked_at_settings
-from penstock.inspection.summary import count, duration
+from penstock.inspection.summary import duration
 from penstock.inspection.track.console import finding_table
 from penstock.inspection.track.logs import Finding
 from penstock.rollout.agent import AgentLoop

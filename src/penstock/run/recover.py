@@ -15,7 +15,7 @@ from penstock.config import Config
 from penstock.config.changes import Change
 from penstock.data.identity import TOTAL_STEPS, changed_code, check_content
 from penstock.errors import DigestMismatch, JournalDamaged, UserError
-from penstock.files import ScratchFolder, can_write
+from penstock.files import ScratchFolder, can_write, count
 from penstock.inspection.track.logs import last_logged_step
 from penstock.run.job import Job, open_trainer
 from penstock.store.checkpoint import Checkpoint, CheckpointStore
@@ -130,8 +130,7 @@ def redo_plan(journal: Journal, first: int, last: int) -> str:
     times = [report.metrics for report in journal.steps(first, last)]
     seconds = sum(t.get("time/step_s", 0.0) - t.get("time/consumer_wait_s", 0.0) for t in times)
     about = f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
-    count = "1 step" if first == last else f"{last - first + 1} steps"
-    return f"trainer: {count} of {last} will be redone from the journal after {where}, in about {about}"
+    return f"trainer: {count(last - first + 1, 'step')} of {last} will be redone from the journal after {where}, in about {about}"
 
 
 def keep_trainer_alive(job: Job) -> None:

@@ -28,7 +28,7 @@ from penstock.data.chat import ChatTemplate
 from penstock.data.identity import absolute_paths, code_fact, scorer_facts
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.errors import EngineError, RewardError, UserError
-from penstock.files import write_whole
+from penstock.files import count, write_whole
 from penstock.inspection.track.logs import Notes
 from penstock.reward import VerifiableReward
 from penstock.rollout.agent import AgentLoop
@@ -244,7 +244,7 @@ async def check_run(
             )
         async for report in recompute(folder, journal, start, last, repair=False):
             on_step(report, last)
-        said = f"{last - first + 1} steps recomputed: every digest is the journalled one"
+        said = f"{count(last - first + 1, 'step')} recomputed: every digest is the journalled one"
         if start is None:
             return said
         removed = (

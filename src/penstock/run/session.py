@@ -401,7 +401,9 @@ def evaluate_model(
     """Evaluate the model of a config, or the newest checkpoint of a run."""
     config = model_config(path, overrides, trusted=trusted)
     if not config.eval.tasks:
-        raise UserError("eval.tasks: got none, allowed: at least one [eval.tasks.NAME]")
+        raise UserError(
+            "eval.tasks: got none, allowed: at least one [eval.tasks.NAME], such as eval.tasks.test.data=FILE"
+        )
     from penstock.run import preflight
 
     preflight.check_for_evaluation(config)

@@ -80,5 +80,7 @@ def check_scores(config: Config) -> None:
                 f"train.stop_when: got {rule!r}, allowed: 'SCORE >= NUMBER', 'SCORE <= NUMBER', "
                 "'SCORE stalls N' or 'finding NAME'"
             )
-        elif match[1].partition("/")[0] in config.eval.tasks and match[1] not in allowed:
+        elif match[1] not in allowed and (
+            match[1].partition("/")[0] in config.eval.tasks or match[1].endswith("/accuracy")
+        ):
             raise UserError(f"train.stop_when: got {rule!r}, allowed scores: {names}")

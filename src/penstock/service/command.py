@@ -44,12 +44,14 @@ def serve(
     OpenAI's and Anthropic's clients can chat with the model as it is. The log is in runs/service (run.dir,
     run.name); the same command goes on with it.
     """
+    from penstock.data.chat import ask_hub
     from penstock.run.session import model_config
     from penstock.service.server import read_keys, serve_until_stopped
 
     path, overrides = split_words(arguments or [])
     overrides += ["launch.kind=ray"] if ray else []
     config = model_config(path, overrides, trusted=trust)
+    ask_hub(config.model.path, "model.path")
     allowed = read_keys(os.environ.get(KEYS_VARIABLE, ""), keys)
     folder = Path(config.run.dir) / (config.run.name or "service")
     serve_until_stopped(config, folder, host=host, port=port, keys=allowed)

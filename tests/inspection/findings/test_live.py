@@ -98,6 +98,8 @@ def test_the_doctor_is_silent_about_a_run_that_learns(
     run = make_run(tmp_path / "made", steps=12, groups_per_step=3)
     code, said = doctor(monkeypatch, capsys, str(run.path))
     assert (code, said) == (0, "No problem was found in 12 steps.\n")
+    run = make_run(tmp_path / "short", steps=1, groups_per_step=3)
+    assert doctor(monkeypatch, capsys, str(run.path)) == (0, "No problem was found in 1 step.\n")
 
 
 def test_a_reward_that_fails_is_found_with_its_error(

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from penstock.config import Config
 from penstock.config.source import with_overrides
 from penstock.errors import UserError
-from penstock.inspection.summary import count, duration
+from penstock.files import count
+from penstock.inspection.summary import duration
 from penstock.inspection.timeline import covered
 from penstock.inspection.track.console import draw_curves
 from penstock.run.twin.fit import Recording, read_recording
@@ -210,7 +211,7 @@ def text_of(profile: Profile, plan: Plan) -> Iterator[str]:
     drops = ", ".join(f"{count} {name}" for name, count in base.drops.items()) or "none"
     yield f"groups: {base.groups} trained; in vain: {drops}"
     yield (
-        f"{steps} steps: {duration(base.seconds_per_step * steps)}, {base.gpu_hours(steps):,.2f} GPU hours "
+        f"{count(steps, 'step')}: {duration(base.seconds_per_step * steps)}, {base.gpu_hours(steps):,.2f} GPU hours "
         "at one GPU for an engine or rank"
     )
     if plan.variations:
