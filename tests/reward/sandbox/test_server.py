@@ -322,10 +322,10 @@ def test_a_name_of_the_server_can_be_given() -> None:
 
 
 def test_requests_are_admitted_before_their_bodies_are_read() -> None:
-    with running(queue_size=1, sandbox={"workers": 1}, max_body_mb=2, max_bodies_mb=3) as server:
+    with running(queue_size=3, sandbox={"workers": 1}, max_body_mb=2, max_bodies_mb=3) as server:
         head = (POST + "Content-Length: 2000000\n\n").replace("\n", "\r\n").encode()
         with server.connect() as first, server.connect() as second, server.connect() as third:
-            first.sendall(head + b"x")  # two of the three MiB, and one of two places
+            first.sendall(head + b"x")  # two of the three MiB, and one of two places of this client
             while server.request("GET", "/healthz")[1]["running"] == 0:
                 continue
             second.sendall(head)
@@ -449,54 +449,47 @@ def test_the_command_serves_until_it_is_stopped() -> None:
         assert process.wait(60) == 0
 
 
-def test_slow_submissions_of_one_client_do_not_hold_up_another() -> None:
-    """Client a has filled its share; client b comes later and gets the next turn."""
+def test_clients_take_turns_one_submission_each() -> None:
+    """Client a has handed in four before b comes with two: b waits for no more than one of them."""
     order: list[str] = []
 
     async def run() -> None:
-        turns, gate = Turns(workers=2, places=10), asyncio.Event()
+        turns = Turns(workers=1)
 
-        async def submit(name: str, *, until: asyncio.Event | None = None) -> None:
+        async def submit(name: str) -> None:
             async with turns.turn(name[0]):
                 order.append(name)
-                if until is not None:
-                    await until.wait()
+                await asyncio.sleep(0)
 
-        await submit("b0")
-        waiting = [asyncio.create_task(submit(f"a{i}", until=gate)) for i in range(4)]
-        await asyncio.sleep(0)
-        await asyncio.wait_for(submit("b1"), 60)  # a's cannot have all the workers
-        assert turns.room("a") <= 5
-        gate.set()
-        await asyncio.gather(*waiting)
-
-    asyncio.run(run())
-    assert order[0] == "b0"
-    assert order.index("b1") < order.index("a2")
-
-
-def test_a_free_worker_goes_to_the_client_that_has_used_less() -> None:
-    """What counts is the processor time of its submissions, not how long they waited for others."""
-    order: list[str] = []
-
-    async def run() -> None:
-        turns = Turns(workers=1, places=10)
-        for client in "abcde":
-            async with turns.turn(client):
-                pass
-        turns.charge("a", 9.0)
-
-        async def submit(client: str) -> None:
-            async with turns.turn(client):
-                order.append(client)
-
-        async with turns.turn("c"), turns.turn("d"), turns.turn("e"):  # all workers are taken
-            waiting = [asyncio.create_task(submit(client)) for client in ("a", "b")]
+        async with turns.turn("c"):
+            waiting = [asyncio.create_task(submit(n)) for n in ["a0", "a1", "a2", "a3", "b0", "b1"]]
             await asyncio.sleep(0)
-        await asyncio.gather(*waiting)
+            waiting[1].cancel()  # a1 has left, and gives its turn up
+        await asyncio.gather(*waiting, return_exceptions=True)
+        async with turns.turn("a"):  # every turn was given back
+            pass
 
     asyncio.run(run())
-    assert order == ["b", "a"]
+    assert order == ["a0", "b0", "b1", "a2", "a3"]
+
+
+def test_a_client_that_fills_its_part_of_the_queue_leaves_the_other_part() -> None:
+    with ThreadPoolExecutor(2) as threads, running(queue_size=3, sandbox={"workers": 1}) as server:
+        items = [{"in_outs": SUM, "generation": GOOD, "timeout": 20}] * 3
+        status, reply, _ = server.request("POST", "/check_correctness_batch", {"items": items})
+        assert (status, reply["error"]) == (429, "the queue is full: got 2, allowed: 1 now")
+        hold = "import time\ntime.sleep(60)"
+        held = [threads.submit(server.check, generation=hold, timeout=50) for _ in range(2)]
+        while server.request("GET", "/healthz")[1]["waiting"] < 1:
+            continue
+        assert server.check()[0] == 429
+        body = json.dumps({"in_outs": SUM, "generation": GOOD}).encode()
+        head = POST + f"Content-Length: {len(body)}\n\n"
+        with server.connect("127.0.0.2") as other:
+            other.sendall(head.replace("\n", "\r\n").encode() + body)
+            while server.request("GET", "/healthz")[1]["waiting"] < 2:
+                continue
+    assert [job.result()[0] for job in held] == [503] * 2
 
 
 def test_verdicts_of_good_clients_stay_right_beside_hostile_ones() -> None:
@@ -557,7 +550,7 @@ def test_load_with_hostile_clients() -> None:
             assert answers[index] is None
             answers[index] = (fields["result"][0], expected)
 
-    with running(sandbox={"workers": 2, "output_kb": 64}, queue_size=clients) as server:
+    with running(sandbox={"workers": 2, "output_kb": 64}, queue_size=2 * clients) as server:
         started = time.monotonic()
         with ThreadPoolExecutor(clients) as threads:
             for future in [threads.submit(client, server.port) for _ in range(clients)]:

@@ -26,7 +26,6 @@ from penstock.errors import SandboxError
 from penstock.files import ScratchFolder
 from penstock.reward.sandbox import inside
 from penstock.reward.sandbox.inside import namespaces, wire
-from penstock.reward.sandbox.inside.zygote import STRETCH
 from penstock.reward.sandbox.settings import LEVELS, Level, SandboxSettings, job_limits
 
 START_TIMEOUT_S = 60.0
@@ -72,9 +71,6 @@ class Outcome:
     stderr: bytes
     report: bytes  # JSON lines that the child wrote
     wall_s: float
-    cpu_s: float
-    stepped_back: bool = False  # it got only the processor time that others left
-    slept: bool = False  # it did not want more
 
 
 class SandboxLost(Exception):
@@ -179,11 +175,7 @@ class SandboxFactory:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                # Linux shares the processor among sessions first: in one of its own, programs that
-                # have stepped back would weigh as much as this process. Where a program could find
-                # our terminal, as it sees the host's paths, its session has none.
-                start_new_session=not mode.namespaces,
-                process_group=0 if mode.namespaces else None,
+                start_new_session=True,  # it has no terminal that a program could find
             )
         try:
             wire.receive(self._link)
@@ -342,7 +334,7 @@ class Sandbox:
     ) -> Outcome:
         """Run one job. Raises SandboxLost if the sandbox itself ended or hung."""
         self.start(job, limits, descriptors)
-        return self.result(limits["wall_s"] * (STRETCH if limits["steps_back_s"] else 1))
+        return self.result(limits["wall_s"])
 
     def start(
         self, job: dict[str, Any], limits: dict[str, Any], descriptors: Sequence[int] = ()

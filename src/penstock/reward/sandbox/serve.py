@@ -4,9 +4,8 @@
     POST /check_correctness_batch  {items: [...]}                 -> {items: [...]}
     GET  /healthz
 
-At most `workers` submissions of a client run (of all clients, up to three times as many) and `queue_size` wait;
-more get a 429. Clients take turns, fair by the processor time that their submissions have used; what a
-connection may hold is bounded by `serving.py`.
+At most `workers` submissions run and `queue_size` wait; more get a 429. Clients take turns, one submission
+each; what a connection may hold is bounded by `serving.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ import gc
 import hmac
 import socket
 import sys
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -65,8 +63,8 @@ class ServerSettings(Section):
 
     sandbox: SandboxSettings = SandboxSettings()
     """Limits of the code that is run."""
-    queue_size: int = Field(256, ge=0)
-    """Submissions that may wait; more are answered with 429."""
+    queue_size: int = Field(512, ge=0)
+    """Submissions that may wait, at most about half of them from one client; more are answered with 429."""
     max_timeout_s: float = Field(60.0, gt=0)
     """Longest time per test that a client may ask for."""
     max_tests: int = Field(1000, ge=1)
@@ -121,8 +119,10 @@ class VerificationService:
         self.pool = SandboxPool(settings.sandbox)
         self.level = self.pool.isolation.level
         workers = settings.sandbox.workers
-        self._turns = Turns(workers, workers + settings.queue_size)
-        self._threads = ThreadPoolExecutor(SHARES * workers, thread_name_prefix="verify")
+        places = workers + settings.queue_size
+        self._places = Shares(places, max(workers, places // 2))
+        self._turns = Turns(workers)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="verify")
         bodies_bytes = max(settings.max_bodies_mb, settings.max_body_mb) << 20
         self._bodies = Shares(bodies_bytes, bodies_bytes)
         self.served = 0
@@ -141,7 +141,7 @@ class VerificationService:
         if request.method != "POST":
             raise HTTPException(405, "method: allowed: POST")
         self._check_sender(request)
-        with self._turns.places(client, 1), self._memory(client, self._size(request)):
+        with self._place(client, 1), self._memory(client, self._size(request)):
             data = await read_body(
                 request,
                 most_bytes=self.settings.max_body_mb << 20,
@@ -153,7 +153,7 @@ class VerificationService:
             if len(items) > self.settings.max_batch:
                 allowed = self.settings.max_batch
                 raise HTTPException(413, f"items: got {len(items)}, allowed: up to {allowed}")
-            with self._turns.places(client, len(items) - 1):
+            with self._place(client, len(items) - 1):
                 checks = (self._check_item(request, item) for item in items)
                 return json_response({"items": await asyncio.gather(*checks)})
 
@@ -177,15 +177,16 @@ class VerificationService:
             raise HTTPException(413, f"body: allowed: up to {self.settings.max_body_mb} MiB")
         return size
 
-    @contextlib.contextmanager
-    def _memory(self, client: str, size: int) -> Iterator[None]:
+    def _place(self, client: str, count: int) -> AbstractContextManager[None]:
+        """Hold places in the queue for `count` submissions, or refuse them all."""
+        room = self._places.left(client)
+        refusal = HTTPException(429, f"the queue is full: got {count}, allowed: {room} now")
+        return _hold(self._places, client, count, refusal)
+
+    def _memory(self, client: str, size: int) -> AbstractContextManager[None]:
         """Hold memory for a body of this size, or refuse it."""
-        if not self._bodies.take(client, size):
-            raise HTTPException(503, "body: allowed: no more bodies now")
-        try:
-            yield
-        finally:
-            self._bodies.give_back(client, size)
+        refusal = HTTPException(503, "body: allowed: no more bodies now")
+        return _hold(self._bodies, client, size, refusal)
 
     async def _check_item(self, sender: Request, item: CheckRequest) -> dict[str, Any]:
         """The verdict of one submission of a batch, or `error` with `status`."""
@@ -196,10 +197,9 @@ class VerificationService:
 
     async def _check(self, sender: Request, request: CheckRequest) -> dict[str, Any]:
         """The verdict of an admitted submission."""
-        client = client_of(sender)
         try:
             self._check_limits(request)
-            async with self._turns.turn(client):
+            async with self._turns.turn(client_of(sender)):
                 if await sender.is_disconnected():
                     raise HTTPException(408, "the client has left")
                 verdict = await asyncio.get_running_loop().run_in_executor(
@@ -212,7 +212,6 @@ class VerificationService:
                     request.stop_at_failure and not request.eval_mode,
                     self.settings.max_tests,
                 )
-                self._turns.charge(client, verdict.cpu_s)
         except SandboxError as error:
             raise HTTPException(503, str(error)) from None
         except RewardError as error:
@@ -231,7 +230,7 @@ class VerificationService:
             raise HTTPException(413, f"generation: got {size} characters, allowed: up to {longest}")
 
     def health(self) -> dict[str, Any]:
-        admitted, workers = self._turns.admitted, self.settings.sandbox.workers
+        admitted, workers = self._places.in_use, self.settings.sandbox.workers
         return {
             "status": "ok",
             "isolation": self.level,
@@ -245,6 +244,16 @@ class VerificationService:
         self._turns.close()
         await asyncio.to_thread(self.pool.close)
         await asyncio.to_thread(self._threads.shutdown, wait=True)
+
+
+@contextlib.contextmanager
+def _hold(shares: Shares, client: str, amount: int, refusal: HTTPException) -> Iterator[None]:
+    if not shares.take(client, amount):
+        raise refusal
+    try:
+        yield
+    finally:
+        shares.give_back(client, amount)
 
 
 def _parse(model: type[M], data: bytes) -> M:
@@ -310,104 +319,40 @@ def serve(
 # -- whose submission runs next -----------------------------------------------------------------
 
 
-REMEMBERED_S = 60.0  # a client takes part until so long after its last submission
-SHARES = 3  # clients that can have all their submissions running at once
-START_S = 0.02  # processor time of the start and end of a sandbox
-
-
-@dataclass(slots=True)
-class _Client:
-    used_s: float  # processor time of its submissions
-    seen: float = 0.0  # when it last came
-    admitted: int = 0
-    running: int = 0
-    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
-
-
 class Turns:
-    """Gives out turns to run a submission, one client after the other."""
+    """Gives out turns to run: clients that wait take turns, one submission each."""
 
-    def __init__(self, workers: int, places: int) -> None:
-        self._workers, self._places = workers, places
-        self._clients: dict[str, _Client] = {}  # by their addresses
+    def __init__(self, workers: int) -> None:
+        self._free = workers
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by address; the first is next
         self._closed = False
-
-    @property
-    def admitted(self) -> int:
-        """How many submissions run or wait."""
-        return sum(client.admitted for client in self._clients.values())
-
-    def _client(self, address: str) -> _Client:
-        """A client, which takes part from now on; those that no longer do are forgotten."""
-        now = time.monotonic()
-        self._clients = {
-            name: client
-            for name, client in self._clients.items()
-            if client.admitted or client.running or now - client.seen <= REMEMBERED_S
-        }
-        least = min((client.used_s for client in self._clients.values()), default=0.0)
-        client = self._clients.setdefault(address, _Client(least))  # no credit for time away
-        client.seen = now
-        return client
-
-    def room(self, address: str) -> int:
-        """How many more submissions this client may hand in now."""
-        free = self._places - self._client(address).admitted
-        if len(self._clients) > 1:
-            free -= self._places // 2
-        return max(0, min(free, self._places - self.admitted))
-
-    @contextlib.contextmanager
-    def places(self, address: str, count: int) -> Iterator[None]:
-        """Hold places for `count` submissions, or refuse them all."""
-        room, client = self.room(address), self._client(address)
-        if count > room:
-            raise HTTPException(429, f"the queue is full: got {count}, allowed: {room} now")
-        client.admitted += count
-        try:
-            yield
-        finally:
-            client.admitted -= count
 
     @contextlib.asynccontextmanager
     async def turn(self, address: str) -> AsyncIterator[None]:
         """Wait for this client's turn, and hold it; SandboxError if the server closes meanwhile."""
-        client, turn = self._client(address), asyncio.get_running_loop().create_future()
-        client.waiting.append(turn)
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(address, deque()).append(turn)
         self._wake()
         try:
             await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._free(client, 0.0)
-            raise
-        try:
             if self._closed:
                 raise SandboxError("sandbox: the server is closing")
             yield
         finally:
-            self._free(client, START_S)
-
-    def charge(self, address: str, used_s: float) -> None:
-        """Add processor time that a submission of this client has used."""
-        self._client(address).used_s += used_s
-
-    def _free(self, client: _Client, used_s: float) -> None:
-        client.running -= 1
-        client.used_s += used_s
-        self._wake()
+            if not turn.cancelled():
+                self._free += 1
+                self._wake()
 
     def _wake(self) -> None:
-        """Give free workers to the clients that have used least."""
-        clients = self._clients.values()
-        while sum(c.running for c in clients) < self._workers * min(SHARES, len(clients)):
-            ready = [c for c in clients if c.waiting and c.running < self._workers]
-            if not ready:
-                return
-            client = min(ready, key=lambda c: (c.running, c.used_s))
-            turn = client.waiting.popleft()
+        """Give free workers to the clients whose turn it is."""
+        while self._free and self._waiting:
+            address = next(iter(self._waiting))
+            line = self._waiting.pop(address)
+            turn = line.popleft()
+            if line:
+                self._waiting[address] = line  # behind all others
             if not turn.done():
-                client.running += 1
+                self._free -= 1
                 turn.set_result(None)
 
     def close(self) -> None:

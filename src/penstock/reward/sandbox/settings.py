@@ -14,7 +14,6 @@ TOKEN_VARIABLE = "PENSTOCK_SANDBOX_TOKEN"
 ACCEPT_WEAKER = "I accept weaker isolation"
 Level = Literal["full", "filtered", "weak"]
 OPEN_FILES = 64
-STEPS_BACK_S = 0.015  # processor time after which a test steps back behind all that have used less
 LEVELS: tuple[Level, ...] = ("weak", "filtered", "full")  # from low to high
 
 
@@ -56,16 +55,9 @@ class SandboxSettings(Section):
         return self
 
 
-def job_limits(
-    settings: SandboxSettings, wall_s: float, *, steps_back: bool = False
-) -> dict[str, Any]:
-    """The limits of one test: its process sets them on itself before it runs any code.
-
-    steps_back: after a short time on the processor it gets only what others leave; `wall_s` limits its
-    processor time from then on, and its wall time is limited to a multiple (`zygote.STRETCH`).
-    """
+def job_limits(settings: SandboxSettings, wall_s: float) -> dict[str, Any]:
+    """The limits of one test: its process sets them on itself before it runs any code."""
     return {
-        "steps_back_s": STEPS_BACK_S if steps_back else None,
         "wall_s": wall_s,
         "cpu_s": math.ceil(wall_s) + 1,
         "memory_bytes": settings.memory_mb << 20,

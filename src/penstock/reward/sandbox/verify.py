@@ -35,7 +35,6 @@ class Verdict:
 
     result: list[int] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
-    cpu_s: float = 0.0  # of the solution; of assert-style tests the time until their end
 
     def add(self, code: int, note: str = "", **more: Any) -> None:
         self.result.append(code)
@@ -93,21 +92,15 @@ class _PairsRun:
 
     def go_on(self, sandbox: Sandbox) -> None:
         """Run the remaining tests, or one where the sandbox cannot be made like new."""
-        starved = False
         while (index := len(self.verdict.result)) < self._total:
             limit_s = max(0.0, min(self._test_s, self._left_s))
             if limit_s == 0:
                 self._fill(ERROR, "not run: the submission's time limit has passed")
                 return
-            limits = job_limits(self._pool.settings, limit_s, steps_back=not starved)
+            limits = job_limits(self._pool.settings, limit_s)
             outcome = sandbox.run(self._tests.job(index, self._source), limits)
-            self.verdict.cpu_s += outcome.cpu_s
-            starved = was_starved(outcome, limit_s)
-            if not starved:
-                self._left_s -= outcome.cpu_s if outcome.stepped_back else outcome.wall_s
-                self._judge(index, outcome, limit_s)
-            elif not sandbox.renews:
-                raise SandboxLost  # a delay of the host: this run says nothing of the solution
+            self._left_s -= outcome.wall_s
+            self._judge(index, outcome, limit_s)
             if not sandbox.renews:
                 return
 
@@ -127,12 +120,6 @@ class _PairsRun:
     def _fill(self, code: int, note: str) -> None:
         while len(self.verdict.result) < self._total:
             self.verdict.add(code, note)
-
-
-def was_starved(outcome: Outcome, limit_s: float) -> bool:
-    """Whether a test that had stepped back was stopped before it had its processor time."""
-    waited = outcome.stepped_back and not outcome.slept
-    return outcome.stopped == "wall" and waited and outcome.cpu_s < 0.95 * limit_s
 
 
 def _ending(outcome: Outcome, limit_s: float) -> dict[str, Any]:
@@ -171,10 +158,7 @@ def _verify_asserts(
         if "broken" in reply:
             raise RewardError(f"test_cases: the tests are {reply['broken']}")
         check_number(reply.get("too_many", 0), max_tests)
-        notes = [{"note": note} for note in reply["notes"]]
-        return Verdict(
-            reply["result"], notes, outcome.wall_s
-        )  # what the solution used is not known
+        return Verdict(reply["result"], [{"note": note} for note in reply["notes"]])
     raise SandboxError("the sandbox of assert-style tests ended twice under the same submission")
 
 

@@ -106,9 +106,7 @@ def _become_sandbox(
 ) -> NoReturn:
     link = socket.socket(fileno=descriptor)
     try:
-        # A group of its own for signals, in the factory's session: Linux shares the processor among
-        # sessions first, and only then by the niceness of processes that have stepped back.
-        os.setpgid(0, 0)
+        os.setpgid(0, 0)  # signals to its group do not reach the factory
         if os.read(down, 1) != b"m":  # the factory has ended
             os._exit(1)
         os.close(down)

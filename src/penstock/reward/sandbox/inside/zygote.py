@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import resource
 import select
 import signal
 import socket
@@ -20,10 +19,6 @@ import time
 from typing import Any, NoReturn
 
 from penstock.reward.sandbox.inside import child, kernel, landlock, namespaces, seccomp, wire
-
-STRETCH = 4.0  # wall time of a test that has stepped back, as a multiple of its limit
-ASLEEP_S = 2.0  # whoever did not run for so long, and for its limit, waits for no processor
-_LAST_NICENESS = 19
 
 
 class Zygote:
@@ -64,15 +59,12 @@ class Zygote:
         try:
             watch.until_end(self._host, started)
         finally:
-            status, usage = _end(pid, limits)
+            status = _end(pid, limits)
         watch.drain()
         outcome = {
             "status": status,
             "stopped": watch.stopped,
-            "stepped_back": watch.limit.stepped_back,
-            "slept": watch.limit.slept,
             "wall_s": time.monotonic() - started,
-            "cpu_s": usage.ru_utime + usage.ru_stime,
         }
         return outcome, [watch.taken(index) for index in range(3)]
 
@@ -92,8 +84,7 @@ class Zygote:
             kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
-            # `TimeLimit` changes the niceness of this group: every thread of the child, not ours
-            os.setpgid(0, 0)
+            os.setpgid(0, 0)  # signals to its group do not reach us
             os.chdir(self._scratch)
             kernel.hold_capabilities(0)
             landlock.restrict(self._ruleset)
@@ -122,53 +113,11 @@ def _make_stdin(text: str) -> int:
     return descriptor
 
 
-class TimeLimit:
-    """How long a child may go on, and whether it has stepped back behind those that used less.
-
-    A child that has stepped back runs when others leave the processor idle: its limit is then one of
-    processor time, and its wall time may be `STRETCH` times as long.
-    """
-
-    def __init__(self, pid: int, limits: dict[str, Any]) -> None:
-        self._pid, self._limit_s, self._steps_back_s = pid, limits["wall_s"], limits["steps_back_s"]
-        self.stepped_back = self.slept = False
-        self._ran_s = 0.0  # processor time so far
-        self._ran_at_s = 0.0  # wall time when it last grew
-
-    def left(self, wall_s: float) -> float:
-        """The seconds to wait before the next look at the limit; 0 if the time is over."""
-        if self._steps_back_s is None:
-            return max(0.0, self._limit_s - wall_s)
-        used_s = self._used_s()
-        if not self.stepped_back:
-            if used_s < self._steps_back_s:
-                ask_again_s = max(self._steps_back_s - used_s, wall_s / 8)  # it may only sleep
-                return max(0.0, min(self._limit_s - wall_s, ask_again_s))
-            self._step_back()
-        if used_s > self._ran_s:
-            self._ran_s, self._ran_at_s = used_s, wall_s
-        awake_s = self._ran_at_s + max(self._limit_s, ASLEEP_S) - wall_s
-        self.slept = awake_s <= 0
-        return max(0.0, min(self._limit_s - used_s, STRETCH * self._limit_s - wall_s, awake_s))
-
-    def _used_s(self) -> float:
-        try:
-            return time.clock_gettime(~self._pid << 3 | 2)  # the clock of all its threads
-        except OSError:
-            return 0.0  # it has ended
-
-    def _step_back(self) -> None:
-        self.stepped_back = True
-        with contextlib.suppress(OSError):  # it has ended
-            os.setpriority(os.PRIO_PGRP, self._pid, _LAST_NICENESS)  # every thread
-            os.sched_setscheduler(self._pid, os.SCHED_IDLE, os.sched_param(0))
-
-
 class _Watch:
     """Reads a child's output, up to the limits, until it ends or must be stopped."""
 
     def __init__(self, pid: int, pipes: tuple[int, ...], limits: dict[str, Any]) -> None:
-        self._pid, self.limit = pid, TimeLimit(pid, limits)
+        self._pid, self._limit_s = pid, limits["wall_s"]
         self._pipes = list(pipes)
         self._most_bytes = limits["output_bytes"]
         self._read: list[list[bytes]] = [[], [], []]
@@ -187,7 +136,7 @@ class _Watch:
         poller.register(host, select.POLLRDHUP | select.POLLHUP)
         try:
             while not self.stopped:
-                remaining_s = self.limit.left(time.monotonic() - started)
+                remaining_s = started + self._limit_s - time.monotonic()
                 if remaining_s <= 0:
                     self.stopped = "wall"
                     return
@@ -226,17 +175,17 @@ class _Watch:
         return b"".join(self._read[index])
 
 
-def _end(pid: int, limits: dict[str, Any]) -> tuple[int, resource.struct_rusage]:
+def _end(pid: int, limits: dict[str, Any]) -> int:
     """End the child and any process that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1 if limits["processes"] and limits["own_pids"] else pid, signal.SIGKILL)
-    _, status, usage = os.wait4(pid, 0)
+    _, status = os.waitpid(pid, 0)
     while limits["processes"]:
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
             break
-    return os.waitstatus_to_exitcode(status), usage
+    return os.waitstatus_to_exitcode(status)
 
 
 def warm() -> None:
