@@ -64,7 +64,6 @@ CASES: list[tuple[dict[str, bool], str, tuple[int, ...], int]] = [
     ({}, "clone", (THREAD | 0x100,), ALLOW),
     ({}, "clone", (17,), denied(errno.EPERM)),
     ({"threads": False}, "clone", (THREAD,), denied(errno.EPERM)),
-    ({"processes": True}, "clone", (17,), ALLOW),
     ({}, "clone3", (), denied(errno.ENOSYS)),
     ({}, "openat2", (), denied(errno.ENOSYS)),
     ({}, "kill", (77, 9), ALLOW),
@@ -132,7 +131,7 @@ def test_dangerous_calls_are_in_no_list() -> None:
     dangerous += (
         " sched_setscheduler sched_setattr sched_setparam sched_setaffinity setpriority ioprio_set"
     )
-    assert not set(dangerous.split()) & set(TABLE | seccomp.WITH_PROCESSES)
+    assert not set(dangerous.split()) & set(TABLE)
 
 
 @settings(deadline=None)

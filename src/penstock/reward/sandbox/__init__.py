@@ -7,6 +7,6 @@ Not stopped: a bug in the Linux kernel; timing and cache side channels between s
 use of the processor up to the time limit (a hostile solution slows its neighbours); reading the Python
 standard library and system libraries; knowing the kernel's version and the time; guessing right
 answers; within one submission, seeing from its process number how many threads earlier tests
-started. With `processes = true` memory is limited per process, not in all. Below the level `full` (no
-namespaces) code also sees that other processes exist, and has no scratch folder.
+started. Below the level `full` (no namespaces) code also sees that other processes exist, and has no
+scratch folder.
 """

@@ -364,9 +364,7 @@ class Sandbox:
         return limits | {
             "seccomp": facts["arch"] is not None,
             "scratch": self._factory.mode.namespaces,
-            "own_pids": self._factory.mode.namespaces,
             "tasks": limits["tasks"] if own_user else None,
-            "processes": limits["processes"] and self._factory.mode.namespaces,
         }
 
     def stop(self) -> None:

@@ -18,7 +18,7 @@ LEVELS: tuple[Level, ...] = ("weak", "filtered", "full")  # from low to high
 
 
 class SandboxSettings(Section):
-    """Limits of untrusted code. Sizes are per process unless said otherwise."""
+    """Limits of untrusted code."""
 
     workers: int = Field(2, ge=1)
     """Submissions that run at the same time."""
@@ -35,9 +35,7 @@ class SandboxSettings(Section):
     scratch_files: int = Field(256, ge=8)
     """Most files and folders in the scratch folder."""
     threads: int = Field(64, ge=1)
-    """Most threads of a test (and processes, where they are allowed)."""
-    processes: bool = False
-    """Let code fork; the memory limit is then per process, up to `threads` of them."""
+    """Most threads of a test."""
     minimum: Level = "full"
     """Weakest isolation to run under: full (namespaces, seccomp, limits, a user without rights) | filtered (seccomp, Landlock, limits) | weak."""
     accept_weaker: str = ""
@@ -65,5 +63,4 @@ def job_limits(settings: SandboxSettings, wall_s: float) -> dict[str, Any]:
         "file_bytes": settings.scratch_mb << 20,
         "open_files": OPEN_FILES,
         "tasks": settings.threads,
-        "processes": settings.processes,
     }

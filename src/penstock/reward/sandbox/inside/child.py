@@ -67,7 +67,6 @@ def _limit(limits: dict[str, Any]) -> None:
             os.getpid(),
             scratch=limits["scratch"],
             threads=limits["tasks"] is not None,
-            processes=limits["processes"],
         )
         kernel.set_seccomp_filter(program)
 

@@ -71,7 +71,6 @@ CONDITIONAL: Table = {
     "tgkill": (234, 131), "prlimit64": (302, 261), "prctl": (157, 167), "fcntl": (72, 25),
     "ioctl": (16, 29), "socketpair": (53, 199), "sendto": (44, 206),
 }
-WITH_PROCESSES: Table = {"clone": (56, 220), "fork": (57, None)}  # never execve
 ABSENT: Table = {"clone3": (435, 435), "openat2": (437, 437)}  # ENOSYS: libc takes the older call
 # fmt: on
 
@@ -115,7 +114,7 @@ def _null_pointer(index: int) -> bytes:
     return low + high + _fail(errno.EPERM) + _op(_RETURN, _ALLOW)
 
 
-def _conditions(pid: int, *, scratch: bool, threads: bool, processes: bool) -> dict[str, bytes]:
+def _conditions(pid: int, *, scratch: bool, threads: bool) -> dict[str, bytes]:
     conditions = {
         "kill": _equals_one_of(0, (pid,)),
         "tgkill": _equals_one_of(0, (pid,)),
@@ -126,7 +125,7 @@ def _conditions(pid: int, *, scratch: bool, threads: bool, processes: bool) -> d
         "socketpair": _equals_one_of(0, (_AF_UNIX,)),
         "sendto": _null_pointer(4),
     }
-    if threads and not processes:
+    if threads:
         conditions["clone"] = _masked(0, kernel.CLONE_THREAD, kernel.CLONE_THREAD, errno.EPERM)
     if not scratch:
         conditions["open"] = _masked(1, _WRITING, 0, errno.EROFS)
@@ -134,22 +133,20 @@ def _conditions(pid: int, *, scratch: bool, threads: bool, processes: bool) -> d
     return conditions
 
 
-def build_filter(
-    arch: str, pid: int, *, scratch: bool = True, threads: bool = True, processes: bool = False
-) -> bytes:
+def build_filter(arch: str, pid: int, *, scratch: bool = True, threads: bool = True) -> bytes:
     """The filter for process `pid`; `scratch` says that it has a bounded folder to write in."""
-    template = _template(arch, scratch, threads, processes)
+    template = _template(arch, scratch, threads)
     return template.replace(struct.pack("I", _ANY_PID), struct.pack("I", pid))
 
 
 @functools.cache
-def _template(arch: str, scratch: bool, threads: bool, processes: bool) -> bytes:
+def _template(arch: str, scratch: bool, threads: bool) -> bytes:
     column = 0 if arch == "x86_64" else 1
     program = _op(_LOAD, _ARCH_AT) + _op(_JUMP_EQUAL, _AUDIT[arch], 1) + _op(_RETURN, _KILL)
     program += _op(_LOAD, _NUMBER_AT)
-    allowed = ALWAYS | (WITH_SCRATCH if scratch else {}) | (WITH_PROCESSES if processes else {})
+    allowed = ALWAYS | (WITH_SCRATCH if scratch else {})
     blocks = [(numbers[column], _op(_RETURN, _ALLOW)) for numbers in allowed.values()]
-    conditions = _conditions(_ANY_PID, scratch=scratch, threads=threads, processes=processes)
+    conditions = _conditions(_ANY_PID, scratch=scratch, threads=threads)
     blocks += [(CONDITIONAL[name][column], block) for name, block in conditions.items()]
     blocks += [(numbers[column], _fail(errno.ENOSYS)) for numbers in ABSENT.values()]
     for number, block in blocks:
