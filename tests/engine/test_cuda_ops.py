@@ -15,7 +15,7 @@ from penstock.model.decoder_weights import ModuleProducts, read_weights
 from penstock.model.families import family_of
 from penstock.model.ops import TorchOps
 from stages import decode_reference as reference
-from stages.decoder_cases import CASES, make_decoder, make_image_model
+from stages.decoder_cases import CASES, make_decoder, make_image_model, shorten
 
 pytestmark = pytest.mark.gpu(stand_in=True)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -51,7 +51,7 @@ SERVED = [*CASES, "image"]
 
 def make(case: str, dtype: torch.dtype = torch.float32) -> Any:
     model = make_image_model() if case == "image" else make_decoder(case, dtype)
-    return model.to(DEVICE)
+    return (shorten(model) if INTERPRETED else model).to(DEVICE)
 
 
 def plain_logits(model: Any, family: Any, ids_T: torch.Tensor) -> torch.Tensor:

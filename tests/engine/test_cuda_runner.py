@@ -24,7 +24,7 @@ from penstock.engine.transformers.options import TransformersOptions
 from penstock.engine.transformers.sequences import Sequence
 from stages import decode_reference
 from stages import tiny_policy as tiny
-from stages.decoder_cases import make_decoder
+from stages.decoder_cases import make_decoder, shorten
 from stages.random_adapters import Adapter, handle_of, random_adapter
 from stages.tiny_engine import make_engine
 
@@ -145,7 +145,7 @@ def test_a_familys_decoder_makes_the_tokens_of_the_cpu_runner(
 ) -> None:
     """Kernels by Triton's interpreter; the longest prompt is computed in parts of five rows."""
     some = requests(max_tokens=3)[2:5]
-    how = {"load": lambda: make_decoder(case), "fuse": True, "prefill_rows": 5}
+    how = {"load": lambda: shorten(make_decoder(case)), "fuse": True, "prefill_rows": 5}
     wanted = generate(some, 2, **how)
     monkeypatch.setattr(engine_module, "_make_runner", RunnerOnCpu)
     for (ids, logprobs), (other_ids, other_logprobs) in zip(
@@ -160,7 +160,8 @@ def test_the_experts_of_each_token_are_recorded_as_on_the_cpu(
 ) -> None:
     """Of a prompt in parts, of one that two requests share and one more finds stored, and of decoded tokens."""
     some = [requests(max_tokens=3)[seed] for seed in (2, 0, 3, 6)]
-    how = {"load": lambda: make_decoder("qwen 3 moe"), "fuse": True, "router_replay": True}
+    how = {"load": lambda: shorten(make_decoder("qwen 3 moe"), 3), "fuse": True}
+    how |= {"router_replay": True}
     wanted = generations(some, 3, prefill_rows=5, **how)
     monkeypatch.setattr(engine_module, "_make_runner", RunnerOnCpu)
     got = generations(some, 3, prefill_rows=5, **how)
@@ -181,13 +182,13 @@ def test_rows_grouped_by_adapter_make_the_tokens_of_the_cpu_runner(
     """Kernels by Triton's interpreter; one adapter has a larger rank than there is room for at first."""
     for room in (adapters, grouped_adapters):
         monkeypatch.setattr(room, "MOST_ADAPTERS", 2)  # each costs the interpreter time
-    model = make_decoder("qwen 3")
+    model = shorten(make_decoder("qwen 3"))
     held = {"a": random_adapter(model, 3, 1), "b": random_adapter(model, 40, 2, parts="mlp")}
     some = [
         replace(request, adapter=name)
         for request, name in zip(requests(max_tokens=2), ["a", "", "b"], strict=False)
     ]
-    how = {"load": lambda: make_decoder("qwen 3"), "fuse": True, "adapters": held}
+    how = {"load": lambda: shorten(make_decoder("qwen 3")), "fuse": True, "adapters": held}
     plain = generate(some, 3, **how)
     monkeypatch.setattr(engine_module, "_make_runner", RunnerOnCpu)
     for (ids, logprobs), (other_ids, other_logprobs) in zip(

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import transformers
 
+from penstock.model.decoder_check import kinds_end
+from penstock.model.families import family_of
+
 LENGTH = 60  # longer than every window and every original length below
 SMALL: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
@@ -77,6 +80,16 @@ def randomise(model: Any, dtype: torch.dtype) -> Any:
                 parameter.add_(1.0)
             parameter.data = parameter.to(dtype)  # rotation frequencies stay in float32
     return model.eval()
+
+
+def shorten(model: Any, least: int = 2) -> Any:
+    """Keep the first layers, as many as hold every kind and at least two: Triton's interpreter is slow."""
+    config, body = model.config.get_text_config(), model.get_decoder()
+    count = max(least, kinds_end(family_of(model.config, LENGTH)))
+    body.layers, config.num_hidden_layers = body.layers[:count], count
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:count]
+    return model
 
 
 def make_image_model() -> Any:
