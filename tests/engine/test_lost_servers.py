@@ -22,10 +22,10 @@ from penstock.workers.pool.pool import EnginePool
 from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
 from stages import small_server
 from stages import tiny_policy as tiny
-from stages.command_runs import train
 from stages.engine_case import run
 from stages.fake_server import ServedEngine
 from stages.small_server import FIRST_TOKEN
+from stages.tiny_run import CrashServer
 
 PROGRAM = small_server.__file__
 # how weights reach a server; both in `make test-long`
@@ -298,12 +298,14 @@ def test_faults_of_a_server_that_is_alive_are_no_loss(tmp_path: Path) -> None:
     run(main)
 
 
-def test_a_run_has_one_engine_for_each_server(servers: list[ServerProcess], tmp_path: Path) -> None:
-    for server in servers:
-        server.start("rl")
-    urls = [server.url for server in servers]
+def test_a_run_has_one_engine_for_each_server(
+    servers: list[ServerProcess], server: CrashServer
+) -> None:
+    for each in servers:
+        each.start("rl")
+    urls = [each.url for each in servers]
     words = ("engine.name=openai", f"engine.options.urls={urls}", "launch.kind=local")
-    served = train(tmp_path, "served", *words)
-    assert served.code == 0, served.told
-    logs = {path.stem for path in (tmp_path / "served" / "logs").glob("engine-*")}
+    served, code = server.train("served", *words)
+    assert code == 0, server.output()
+    logs = {path.stem for path in (served.path / "logs").glob("engine-*")}
     assert logs == {"engine-0", "engine-1"}

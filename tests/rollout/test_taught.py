@@ -15,6 +15,7 @@ from penstock.config import Config, TeacherConfig
 from penstock.config.changes import allowed_changes
 from penstock.config.demo import policy_path
 from penstock.errors import RewardError, UserError
+from penstock.reward import retrying_client
 from penstock.rollout.agent_loop import AgentLoop
 from penstock.rollout.taught import TaughtLoop, TeacherServer
 from penstock.store.journal.codec import decode_rollout, encode_rollout
@@ -101,6 +102,13 @@ def test_a_killed_run_that_a_server_teaches_ends_in_the_same_bits(
             assert_went_on(server, killed, expected)
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No back-off between the attempts to reach a server."""
+    monkeypatch.setattr(retrying_client, "MAX_BACKOFF_S", 0.0)
+
+
+@pytest.mark.usefixtures("at_once")
 def test_a_server_teaches_a_fork_of_a_run_without_teacher(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +137,7 @@ def test_a_server_with_another_tokenizer_is_refused_before_the_first_step(tmp_pa
     assert "Traceback" not in run.told
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
     run = train(
         tmp_path, "dead", *DISTILL, "teachers.far={base_url='http://localhost:9', model='b'}"

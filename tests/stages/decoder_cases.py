@@ -49,7 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi 3": ("phi3", {"sliding_window": 9}),
     "phi 4 mini": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 32}),
     "olmo 2": ("olmo2", {}),
-    "olmo 3": ("olmo3", {"sliding_window": 9, "rope_parameters": {
+    "olmo 3": ("olmo3", {"sliding_window": 9, "layer_types": EVERY_SECOND, "rope_parameters": {
         "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}}),
     "granite": ("granite", {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2}),
     "gpt oss": ("gpt_oss", {"sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2}),
