@@ -214,8 +214,9 @@ GATED_REWARD = """
 import fcntl
 
 def score(rollout, prompt):
-    with open({gate!r}) as file:
-        fcntl.flock(file, fcntl.LOCK_SH)  # waits until the test has seen the run begin
+    if rollout.rollout_id.startswith("train:"):  # no trial before the run
+        with open({gate!r}) as file:
+            fcntl.flock(file, fcntl.LOCK_SH)  # waits until the test has seen the run begin
     return float(rollout.seed % 2)
 """
 
