@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from penstock.errors import SandboxError
 from penstock.reward.sandbox.host import (
     Isolation,
-    Mode,
     Referee,
     Sandbox,
     SandboxFactory,
@@ -35,16 +34,10 @@ ANSWERS_PER_REFEREE = 1000  # then a fresh one: its memory may be in pieces
 class SandboxPool:
     """Lends sandboxes. Starts at first use; `close()` ends all of them."""
 
-    def __init__(
-        self,
-        settings: SandboxSettings,
-        isolation: Isolation | None = None,
-        start_factory: Callable[[Mode, SandboxSettings], SandboxFactory] = SandboxFactory,
-    ) -> None:
+    def __init__(self, settings: SandboxSettings, isolation: Isolation | None = None) -> None:
         """Use `isolation`, or the strongest that works here if it is None."""
         self.settings = settings
         self._lock = threading.Lock()
-        self._start_factory = start_factory
         self._factory: SandboxFactory | None = None
         self._warm: deque[Sandbox] = deque()
         self._referees: list[Referee] = []  # those that nobody uses
@@ -132,7 +125,7 @@ class SandboxPool:
                     self._factory.close()
                 self._warm.clear()
                 self._all_referees()
-                self._factory = self._start_factory(mode, self.settings)
+                self._factory = SandboxFactory(mode, self.settings)
             return self._factory
 
     def _replace(self, sandbox: Sandbox) -> None:
