@@ -198,20 +198,6 @@ class NoteLog(LineFile, Tracker):
     def note(self, text: str) -> None:
         self.append([f"{time.strftime('%Y-%m-%d %H:%M:%S')} {visible(text)}"])
 
-    def log_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Note what a person looks for when a step was slow: tail batches and pauses."""
-        if (pause_s := metrics.get("time/pause_s", 0.0)) >= 0.01:
-            self.note(f"step {step}: generation was paused for {pause_s:.2f} s for new weights")
-        for name, text in _EVENTS_IN_WORDS.items():
-            for key in (key for key in metrics if key.endswith(f"/{name}") and metrics[key]):
-                self.note(f"step {step}: {key.removesuffix(f'/{name}')}: {metrics[key]:.0f} {text}")
-
-
-_EVENTS_IN_WORDS = {
-    "tail_calls": "tail batches, which draw expired groups before new ones",
-    "pause_timeouts": "groups were still running at the end of produce.pause_timeout_s and start again",
-}
-
 
 class StepCallback(Tracker):
     """The function that a Python program gave as `on_step`: it gets the metrics of every step."""
