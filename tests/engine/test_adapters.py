@@ -50,7 +50,7 @@ def sample(
         )
         await engine.start()
         try:
-            assert engine.holds_adapters
+            assert (await engine.stats()).most_adapters
             for name, adapter in adapters.items():
                 if name:
                     await engine.hold_adapter(name, handle_of(name, adapter))

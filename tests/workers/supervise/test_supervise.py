@@ -269,7 +269,7 @@ def test_scaling_up_gives_a_new_engine_the_newest_weights_and_work() -> None:
         started = await engines.scale(3)
         assert [one.name for one in started] == ["engine-1", "engine-2"]
         assert crew.made["engine-2"][0].engine.version == 1
-        await engines.generate_many([request("a" * n) for n in range(1, 7)])
+        await asyncio.gather(*(engines.generate(request("a" * n)) for n in range(1, 7)))
         assert all(crew.made[f"engine-{n}"][0].engine.calls for n in range(3))
         crew.made["engine-2"][0].die()  # it is supervised like the first ones
         assert (await engines.generate(request("later"))).finish_reason == "stop"
