@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 from operator import attrgetter
 
 import numpy as np
@@ -225,7 +226,8 @@ class Scheduler:
         chosen, least_s = None, math.inf
         slots, average = self.slots, self._speed or 1.0
         per_slot = _AHEAD / max(_LEAST_FILL, self._fill or _UNKNOWN_FILL)
-        if sum(not engine.ended for engine in self.engines) == 1:
+        living = (engine for engine in self.engines if not engine.ended)
+        if len([*islice(living, 2)]) == 1:
             per_slot = math.inf
         for engine in self.engines:
             is_full = engine.requests >= (engine.slots or slots) * per_slot
