@@ -85,3 +85,13 @@ def test_a_layout_that_a_service_cannot_have_is_refused_before_anything_starts(
     assert left.value.code == 2
     assert line in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_without_peft_the_service_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "peft" else find(name, *more))  # fmt: skip
+    with pytest.raises(penstock.UserError, match=r"peft is not installed.* 'penstock\[lora\]'"):
+        penstock.Service("demo", folder=tmp_path / "service")
+    assert not list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import logging
 import re
@@ -502,6 +503,10 @@ def _check_layout(config: Config) -> None:
     ):
         if value != allowed:
             raise UserError(f"{key}: got {value!r}, allowed: {allowed!r} for a service")
+    if importlib.util.find_spec("peft") is None:
+        raise UserError(
+            "service: peft is not installed; install it with: pip install 'penstock[lora]'"
+        )
     preflight.check_launch(config)
 
 
