@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections import Counter
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,9 +99,7 @@ LONGEST_FIRST = (  # so that neither test process is left with one of these whil
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--part", default="1/1", help="2/3: the second third of each test's variations"
-    )
+    parser.addoption("--part", default="1/1", help="2/3: the second third of the tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -203,13 +201,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)  # what the marks leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     number, parts = map(int, config.option.part.split("/"))
-    seen: Counter[str] = Counter()
-    left, others = [], []
+    left: list[pytest.Item] = []
+    others: list[pytest.Item] = []
     for item in items:
-        variations = item.nodeid.partition("[")[0]
-        seen[variations] += "[" in item.nodeid
-        count = seen[variations]  # 0: the test has one form
-        (others if count and (count - number) % parts else left).append(item)
+        is_in_part = zlib.crc32(item.nodeid.encode()) % parts == number - 1
+        (left if is_in_part else others).append(item)
     if others:
         config.hook.pytest_deselected(items=others)
     items[:] = left
