@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,3 +69,53 @@ def test_the_least_recently_used_branch_goes_first() -> None:
     assert [tree.known(ids(v)) for v in ([1, 1, 2, 2], [1, 1, 3, 3], [4])] == [4, 2, 1]
     tree.clear()
     assert (tree.tokens, tree.known(ids([4]))) == (0, 0)
+
+
+def test_new_weights_in_the_first_turn_of_a_session_give_what_was_kept_back_once() -> None:
+    tree = PrefixTree(100)
+    root, prompt, turn = tree.root_of("session", ids([1, 2])), ids([1, 2]), ids([1, 2, 3])
+    for node in tree.path(prompt, root):  # a prompt that others wait for
+        tree.store(node, "of the prompt")
+    assert tree.renew(keep_sessions=True) == ["of the prompt"]
+    path = tree.end("session", root, turn, 2)
+    assert [node.kv for node in path] == [None], "given back already"
+    for node in path:
+        tree.store(node, "of the turn")
+    assert (tree.tokens, tree.known(turn, root), tree.known(turn)) == (2, 2, 0)
+    assert tree.clear() == ["of the turn"]
+
+
+class Stored:
+    """What a runner stored, watched until nothing holds it."""
+
+    def __getitem__(self, tokens: slice) -> Stored:
+        return self
+
+
+def test_a_running_request_keeps_nothing_of_a_cleared_tree() -> None:
+    tree, stored = PrefixTree(100), Stored()
+    root, watch = tree.root_of("session", ids([1])), weakref.ref(stored)
+    for node in tree.path(ids([1, 2]), root):
+        tree.store(node, stored)
+    tree.path(ids([1, 3]), root)
+    del node, stored
+    tree.clear()
+    gc.collect()
+    assert watch() is None
+
+
+def test_the_root_of_an_adapter_lives_as_long_as_something_is_stored_under_it() -> None:
+    tree = PrefixTree(2)
+    root = weakref.ref(tree.root_of("", ids([1]), "adapter"))
+    gc.collect()
+    assert root() is None, "nothing is stored and no request runs"
+    for node in tree.path(ids([1, 2]), tree.root_of("", ids([1]), "adapter")):
+        tree.store(node, [1, 2])
+    root = weakref.ref(tree.root_of("", ids([1]), "adapter"))
+    del node
+    gc.collect()
+    assert tree.known(ids([1, 2]), tree.root_of("", ids([1]), "adapter")) == 2
+    insert(tree, [5, 6])
+    tree.trim()  # room for the newest alone
+    gc.collect()
+    assert root() is None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from torch import Tensor
@@ -31,7 +32,7 @@ class StoredKV:
         return StoredKV(*(part[:, tokens].clone() for part in parts))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Node:
     """A run of tokens, which follows `start` tokens of its ancestors."""
 
@@ -63,7 +64,8 @@ class PrefixTree:
         self.tokens = 0  # tokens that something is stored for
         self._most_tokens = most_tokens
         self._root = _new_root()
-        self._adapter_roots: dict[str, Node] = {}
+        # of adapters that something is stored for, or whose requests run
+        self._adapter_roots = WeakValueDictionary[str, Node]()
         # of each session: where its last request found what was stored, and the number of its tokens
         self._sessions: dict[str, tuple[Node, int]] = {}
         # From the least recently used node on. A node is used after its descendants, so the first has none.
@@ -139,18 +141,26 @@ class PrefixTree:
     def renew(self, *, keep_sessions: bool) -> list[Any]:
         """New weights: sessions that go on keep what is stored, or it is forgotten and returned."""
         if keep_sessions and self._sessions:
-            self._root, self._adapter_roots = _new_root(), {}
+            self._new_roots()
             return []
         return self.clear()
 
     def clear(self) -> list[Any]:
-        """Forget everything; return what was stored."""
+        """Forget everything, under the roots of running requests too; return what was stored."""
         forgotten = [node.kv for node in self._by_use if node.kv is not None]
-        self._root, self._adapter_roots = _new_root(), {}
+        for node in self._by_use:
+            assert node.parent is not None
+            node.kv = None
+            node.parent.children.clear()
+        self._new_roots()
         self._sessions.clear()
         self._by_use.clear()
         self.tokens = 0
         return forgotten
+
+    def _new_roots(self) -> None:
+        self._root = _new_root()
+        self._adapter_roots.clear()
 
     def _walk(self, ids: np.ndarray, root: Node | None) -> Iterator[tuple[Node, int]]:
         """Stored nodes along `ids`, each with the number of its tokens that are equal."""
