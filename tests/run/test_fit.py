@@ -159,6 +159,46 @@ def test_a_machine_without_gpus_is_its_main_memory() -> None:
     assert trainer.sizes["weights"] == 3 * engine.sizes["weights"]
 
 
+LOOPS = """
+from penstock.rollout import AgentLoop
+
+async def play(task, model):
+    return 1.0
+
+class Loop(AgentLoop):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens"),
+    [
+        ([], 2048),
+        (["tasks.addition.max_prompt_tokens=4000"], 4256),
+        # what is generated and not trained
+        (["eval.tasks.sums.data=addition", "eval.sampling.max_tokens=8192"], 2048),
+        (["tasks.addition.rewards=[{type='judge', options={model='policy', rubric='r'}}]"], 2048),
+        # an agent's contexts have at most max_prompt_tokens; those of an agent loop any number
+        (["tasks.addition.agent=agents.py:play"], 2048),
+        (["tasks.addition.agent=agents.py:Loop"], 32768),
+        # what is trained and not generated
+        (["tasks.addition.agent=demonstration", "algorithm.name=sft"], 2048),
+        (["train.ptx={coefficient=0.5, data='texts.jsonl', max_tokens=8192}"], 8192),
+    ],
+)
+def test_packs_count_the_tokens_that_are_trained(
+    words: list[str], tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("agents.py").write_text(LOOPS)
+    shape = ModelShape.of(ONE_AND_A_HALF)
+    short = ["sampling.max_tokens=256", "tasks.addition.max_prompt_tokens=256"]
+    given = ["train.gradient_checkpointing=false", "train.groups_per_step=64"]
+    (gpu, _) = fit_of(ONE_AND_A_HALF, 1024, *short, *given, *words, host=1024).devices
+    each = shape.bytes_per_token(2, checkpointing=False, joint=True) + 2 * shape.vocabulary
+    assert gpu.parts[0].sizes["packs"] == tokens * each
+
+
 def big_model(folder: Path) -> Path:
     """A model whose config.json alone says that nothing here can hold it."""
     shutil.copytree(policy_path(), folder)

@@ -27,6 +27,8 @@ from penstock.config.memory import (
 from penstock.config.source import with_overrides
 from penstock.errors import UserError
 from penstock.files import console, say
+from penstock.rollout.agent import AGENTS
+from penstock.rollout.agent.build import loop_class
 from penstock.store.space import available_mib, size_text
 from penstock.training.algo.method import task_algorithms
 
@@ -366,10 +368,21 @@ def _published(config: Config, on_gpu: bool) -> int:
 
 def _pack(config: Config, shape: ModelShape) -> int:
     """The tokens of the largest pack that a step cannot do without; a longer sequence goes alone."""
-    longest = _longest(config, shape)
+    longest = _longest_trained(config, shape)
     samplings = [config.task_sampling(name).num_generations for name in config.tasks]
     step = config.train.groups_per_step * max(samplings, default=1) * longest
     return min(step, max(config.train.micro_batch_tokens or LEAST_TOKENS, longest))
+
+
+def _longest_trained(config: Config, shape: ModelShape) -> int:
+    """The tokens of the longest row; evaluations and judges generate more, which nobody trains."""
+    lengths = [config.train.ptx.max_tokens] if config.train.ptx.coefficient else []
+    for name, task in config.tasks.items():
+        own_loop = task.agent not in AGENTS and loop_class(f"tasks.{name}", task) is not None
+        if own_loop:  # its rows may have any length
+            return _longest(config, shape)
+        lengths.append(task.max_prompt_tokens + config.task_sampling(name).max_tokens)
+    return min(max(lengths), shape.positions or max(lengths))
 
 
 def _longest(config: Config, shape: ModelShape) -> int:
