@@ -13,6 +13,7 @@ from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 from stages.command_runs import train
 from stages.disturbed_run import assert_balanced, config_of, digests, kill, run
+from stages.judging_engine import JUDGING_ENGINE
 from stages.ray_nodes import Nodes
 
 pytest.importorskip("ray")
@@ -93,3 +94,24 @@ def test_a_loop_that_cannot_be_made_is_one_line(cluster: Nodes, agent: str, tmp_
     assert done.code == 1
     assert "agent-train-0: TypeError: " in done.told
     assert "unexpected keyword argument 'no'" in done.told
+
+
+def test_rewards_in_an_actor_can_ask_the_policy(cluster: Nodes, tmp_path: Path) -> None:
+    """A judge that is the policy itself, whose requests go the way of the agent's own."""
+    options = "model='policy', rubric='Longer is better.', mode='rank', max_tokens=16"
+    judged = train(
+        tmp_path,
+        "judged",
+        f"engine.name={JUDGING_ENGINE}",
+        f"tasks.train.rewards=[{{type='judge', options={{{options}}}}}]",
+        "train.steps=1",
+        "produce.max_tries=1",
+        "launch.kind=ray",
+        "launch.num_producers=1",
+        "tasks.train.agent_actors=1",
+    )
+    assert judged.code == 0, judged.told
+    with judged.journal() as journal:
+        rollouts = journal.batch(1).rollouts
+    assert {rollout.reward for rollout in rollouts} == {0.0, 1.0}
+    assert all("I counted." in rollout.score.note for rollout in rollouts if rollout.score)

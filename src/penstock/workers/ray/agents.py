@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 from penstock.config import Config, SamplingConfig
 from penstock.data.chat import ChatTemplate
@@ -20,6 +21,7 @@ from penstock.errors import RunError, WorkerDied
 from penstock.reward import build_reward
 from penstock.rollout import AgentLoop
 from penstock.rollout.agent.build import build_loop
+from penstock.rollout.agent.single_turn import ask_policy
 from penstock.types import Rollout
 from penstock.waits import WaitKind, Waits, end_all
 from penstock.workers.rpc import portable_error
@@ -93,16 +95,21 @@ class AgentPart:
     """The part of an agent's actor: the loop of one task, with its rewards and its tokenizer."""
 
     def __init__(self, config: Config, name: str, sampling: SamplingConfig, is_chat: bool) -> None:
-        task = config.tasks[name]
-        self._reward = build_reward(task.rewards, max_tokens=sampling.max_tokens, is_chat=is_chat)
+        task, chat = config.tasks[name], ChatTemplate.from_config(config.model)
         self._engine = RelayedEngine()
+        self._reward = build_reward(
+            task.rewards,
+            max_tokens=sampling.max_tokens,
+            is_chat=is_chat,
+            ask_policy=partial(ask_policy, cast(InferenceEngine, self._engine), chat),
+        )
         self._loop = build_loop(
             f"tasks.{name}",
             task,
             sampling,
             engine=self._engine,
             reward=self._reward,
-            decode=ChatTemplate.from_config(config.model).decode,
+            decode=chat.decode,
         )
         self._groups: dict[int, asyncio.Task[list[Rollout]]] = {}
 
