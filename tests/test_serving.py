@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -13,7 +15,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from penstock.serving import AppServer, Shares, is_loopback, make_app, read_body
+from penstock.errors import UserError
+from penstock.serving import (
+    AppServer,
+    Shares,
+    is_loopback,
+    listen,
+    make_app,
+    read_body,
+    run_until_stopped,
+    url_of,
+)
 
 HEAD = b"GET /%b HTTP/1.1\r\nHost: localhost\r\n\r\n"
 Main = Callable[[AppServer, int], Awaitable[None]]
@@ -52,11 +64,8 @@ def serve(main: Main, *, connections: int = 8, each: int = 8, silent_s: float = 
             silent_s=silent_s,
         )
         with socket.create_server(("127.0.0.1", 0)) as listening:
-            await server.start(listening)
-            try:
+            async with server.on(listening, grace_s=0.1):
                 await asyncio.wait_for(main(server, listening.getsockname()[1]), 60)
-            finally:
-                await server.close(grace_s=0.1)
 
     asyncio.run(run())
 
@@ -168,3 +177,30 @@ def test_shares_come_back() -> None:
 )
 def test_loopback_addresses(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
+
+
+def test_each_server_names_itself_and_a_free_port_when_its_port_is_taken() -> None:
+    with listen("first", "127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(UserError, match=rf"serve: host '127.0.0.1', port {port}: .*free port"):
+            listen("serve", "127.0.0.1", port)
+
+
+def test_an_address_of_version_6_has_brackets_in_its_url() -> None:
+    with listen("test", "127.0.0.1", 0) as listening:
+        port = listening.getsockname()[1]
+        assert url_of("127.0.0.1", listening) == f"http://127.0.0.1:{port}"
+        assert url_of("::1", listening) == f"http://[::1]:{port}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_program_that_serves(number: signal.Signals) -> None:
+    ended = []
+
+    async def serve(stopped: asyncio.Event) -> None:
+        os.kill(os.getpid(), number)
+        await asyncio.wait_for(stopped.wait(), 60)
+        ended.append(number)
+
+    run_until_stopped(serve)
+    assert ended == [number]

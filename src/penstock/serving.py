@@ -16,7 +16,7 @@ import re
 import signal
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 import h11
 import uvicorn
@@ -30,6 +30,8 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
+
+from penstock.errors import UserError
 
 _BACKLOG = 1024  # a client whose connection is dropped here comes back only after a second
 _HEADER_BYTES = 16 << 10
@@ -176,6 +178,15 @@ class AppServer:
             backlog=_BACKLOG,
         )
 
+    @contextlib.asynccontextmanager
+    async def on(self, listening: socket.socket, grace_s: float = 2.0) -> AsyncIterator[None]:
+        """Serve on a socket inside a `with` statement."""
+        await self.start(listening)
+        try:
+            yield
+        finally:
+            await self.close(grace_s)
+
     async def close(self, grace_s: float = 2.0) -> None:
         """Stop listening, let requests be answered for a moment, then cut what is left."""
         if self._server is None:
@@ -282,18 +293,33 @@ def client_of(request: Request) -> str:
     return request.client.host if request.client else ""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound to this address; raises OSError."""
+def listen(command: str, host: str, port: int) -> socket.socket:
+    """A socket that is bound to this address; a UserError names the command that cannot have it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise UserError(
+            f"{command}: host {host!r}, port {port}: {error.strerror}, allowed: a free port "
+            "(--port 0 takes any)"
+        ) from None
 
 
-def stop_signal() -> asyncio.Event:
-    """An event that Ctrl-C and SIGTERM set, for a program whose only work is to serve."""
-    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
-    return stopped
+def url_of(host: str, listening: socket.socket) -> str:
+    """The address for clients, with the port that was taken."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+
+
+def run_until_stopped(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Run a program whose only work is to serve; Ctrl-C and SIGTERM set the event that ends it."""
+
+    async def main() -> None:
+        stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stopped.set)
+        await serve(stopped)
+
+    asyncio.run(main())
 
 
 def is_loopback(host: str) -> bool:

@@ -46,7 +46,7 @@ def test_a_judge_reads_the_verdict_of_a_served_model(tmp_path: Path) -> None:
     async def main() -> list[Score]:
         routes = [Route(path, Chats(core).answer, methods=["POST"]) for path in DIALECTS]
         server = AppServer(make_app(routes), connections=9, connections_per_client=9, silent_s=9)
-        listening = listen("127.0.0.1", 0)
+        listening = listen("chats", "127.0.0.1", 0)
         await server.start(listening)
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         options = JudgeOptions(url=url, model="frozen", rubric="Even is good.", max_tokens=77)

@@ -36,7 +36,8 @@ from penstock.serving import (
     listen,
     make_app,
     read_body,
-    stop_signal,
+    run_until_stopped,
+    url_of,
 )
 from penstock.store import wire
 from penstock.store.command_log import Command
@@ -340,14 +341,9 @@ def serve_until_stopped(
             f"serve: host got {host!r} without keys, allowed: 127.0.0.1, or keys in "
             "PENSTOCK_SERVICE_KEYS or --keys FILE"
         )
-    try:
-        listening = listen(host, port)
-    except OSError as error:
-        raise UserError(f"serve: host {host!r}, port {port}: {error.strerror}") from None
 
-    async def main() -> None:
+    async def main(stopped: asyncio.Event) -> None:
         core = ServiceCore(config, folder)
-        stopped = stop_signal()
         await core.start()
         server = AppServer(
             Server(core, keys).app,
@@ -355,20 +351,17 @@ def serve_until_stopped(
             connections_per_client=_CONNECTIONS,
             silent_s=_SILENT_S,
         )
-        await server.start(listening)
-        say(
-            f"service: http://{host}:{listening.getsockname()[1]} model {config.model.path}, {folder}"
-        )
         waits = [asyncio.create_task(event.wait()) for event in (stopped, core.broken)]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            async with server.on(listening):
+                say(f"service: {url_of(host, listening)} model {config.model.path}, {folder}")
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-            await server.close()
             await core.close()
         if core.fault is not None:
             raise core.fault
 
-    with listening:
-        asyncio.run(main())
+    with listen("serve", host, port) as listening:
+        run_until_stopped(main)

@@ -40,7 +40,8 @@ from penstock.serving import (
     json_response,
     listen,
     make_app,
-    stop_signal,
+    run_until_stopped,
+    url_of,
 )
 from penstock.store.run_folder import find
 
@@ -165,23 +166,11 @@ def serve(
     token = from_environment("dashboard", TOKEN_VARIABLE, default=TOKEN_VARIABLE)
     if not token and not is_loopback(host):
         token = secrets.token_urlsafe(24)
-    try:
-        listening = listen(host, port)
-    except OSError as error:
-        raise UserError(
-            f"dashboard: host {host!r}, port {port}: {error.strerror}, allowed: a free port "
-            "(--port 0 takes any)"
-        ) from None
-    shown = f"[{host}]" if ":" in host else host
-    address = f"http://{shown}:{listening.getsockname()[1]}/"
-    say(f"dashboard of {folder}: {address}{f'?token={token}' if token else ''}  (Ctrl-C ends it)")
-    dashboard = Dashboard(folder, token, names)
-
-    async def main() -> None:
-        await serve_on(listening, dashboard, stop_signal())
-
-    with listening:
-        asyncio.run(main())
+    with listen("dashboard", host, port) as listening:
+        address = f"{url_of(host, listening)}/{f'?token={token}' if token else ''}"
+        say(f"dashboard of {folder}: {address}  (Ctrl-C ends it)")
+        dashboard = Dashboard(folder, token, names)
+        run_until_stopped(lambda stopped: serve_on(listening, dashboard, stopped))
 
 
 async def serve_on(listening: socket.socket, dashboard: Dashboard, stopped: asyncio.Event) -> None:
@@ -192,8 +181,5 @@ async def serve_on(listening: socket.socket, dashboard: Dashboard, stopped: asyn
         connections_per_client=_CONNECTIONS,
         silent_s=_SILENT_S,
     )
-    await server.start(listening)
-    try:
+    async with server.on(listening, grace_s=0.1):  # pages only read: nothing is lost
         await stopped.wait()
-    finally:
-        await server.close(grace_s=0.1)  # pages only read: nothing is lost

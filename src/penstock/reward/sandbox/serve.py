@@ -50,7 +50,8 @@ from penstock.serving import (
     listen,
     make_app,
     read_body,
-    stop_signal,
+    run_until_stopped,
+    url_of,
 )
 
 M = TypeVar("M", bound=BaseModel)
@@ -276,12 +277,11 @@ async def serve_on(
         connections_per_client=max(1, connections // 2),
         silent_s=service.settings.header_timeout_s,
     )
-    await server.start(listening)
-    try:
-        await stopped.wait()
-    finally:
-        await service.close()
-        await server.close()
+    async with server.on(listening):
+        try:
+            await stopped.wait()
+        finally:
+            await service.close()
 
 
 def serve(
@@ -298,22 +298,13 @@ def serve(
             f"sandbox serve: host got {host!r} without a token, allowed: 127.0.0.1, or a token "
             f"in the environment variable {token_variable}"
         )
-    service = VerificationService(settings, token)
-    try:
-        listening = listen(host, port)
-    except OSError as error:
-        service.pool.close()
-        raise UserError(f"sandbox serve: host {host!r}, port {port}: {error.strerror}") from None
-    print(f"verification server: http://{host}:{listening.getsockname()[1]} ", end="")
-    print(f"isolation {service.level}, {settings.sandbox.workers} workers", flush=True)
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    gc.freeze()  # a collection of all modules' objects would hold every request up for 10 ms
-
-    async def main() -> None:
-        await serve_on(listening, service, stop_signal())
-
-    with listening:
-        asyncio.run(main())
+    with listen("sandbox serve", host, port) as listening:
+        service = VerificationService(settings, token)
+        print(f"verification server: {url_of(host, listening)} ", end="")
+        print(f"isolation {service.level}, {settings.sandbox.workers} workers", flush=True)
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        gc.freeze()  # a collection of all modules' objects would hold every request up for 10 ms
+        run_until_stopped(lambda stopped: serve_on(listening, service, stopped))
 
 
 # -- whose submission runs next -----------------------------------------------------------------
