@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from penstock.errors import RewardError, UserError
 from penstock.reward import retrying_client
 from penstock.rollout.agent_loop import AgentLoop
 from penstock.rollout.taught import TaughtLoop, TeacherServer
+from penstock.store.journal import Journal
 from penstock.store.journal.codec import decode_rollout, encode_rollout
 from penstock.training.algo.method import check_algorithm
 from penstock.types import Group, Prompt, Rollout, Row, Score, Status, VersionSegment
@@ -124,6 +126,34 @@ def test_a_server_teaches_a_fork_of_a_run_without_teacher(
     dead = "teachers.far={base_url='http://localhost:9', model='big'}"
     assert penstock("replay", str(run.folder.path), *words, dead) == 1
     assert "no teachers.far answered after" in capfd.readouterr().err
+
+
+def test_a_fork_asks_a_server_once_for_each_response(server: CrashServer) -> None:
+    """Whatever kills it; a fork of the fork asks another server, and no longer the first one."""
+    plain, code = server.train("plain", IN_ORDER)
+    assert code == 0, server.output()
+    words = ("--algo", "distill", "algorithm.teacher=far")
+
+    def asked(teacher: EchoServer) -> int:
+        """Responses; when it connects a fork asks for the tokens of prompts, as text too."""
+        prompts = [body["prompt"] for body in teacher.bodies]
+        return len(prompts) - 2 * sum(isinstance(prompt, str) for prompt in prompts)
+
+    with EchoServer(policy_path(), "demo") as teacher:
+        place = {"point": "before step", "number": 3}
+        names = (far(teacher), "run.name=far-fork")
+        assert server.run("replay", str(plain.path), *words, *names, **place) == KILLED
+        forked = type(plain)(plain.path.with_name("far-fork"))
+        assert server.run("resume", str(forked.path)) == 0, server.output()
+        with closing(Journal.open(forked.journal, readonly=True)) as journal:
+            rollouts = [
+                rollout for step in (1, 2, 3, 4) for rollout in journal.batch(step).rollouts
+            ]
+        assert asked(teacher) == len(rollouts)
+    with EchoServer(SMALL_POLICY, "demo") as other:
+        again = ("replay", str(forked.path), far(other), "run.name=other-fork")
+        assert server.run(*again) == 0, server.output()
+        assert asked(other) == len(rollouts)
 
 
 def test_a_server_with_another_tokenizer_is_refused_before_the_first_step(tmp_path: Path) -> None:

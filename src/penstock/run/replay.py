@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -354,7 +354,15 @@ async def open_fork(folder: RunFolder, notes: Notes | None = None) -> AsyncItera
         trainer = open_trainer(config, folder.logs, events=base.events)
         workers = await stack.enter_async_context(trainer)
         scores = read_scores(folder.path)
-        source = RecordedBatches(recorded, base.journal, config, origin.steps, stack, scores)
+        source = RecordedBatches(
+            recorded,
+            base.journal,
+            config,
+            origin.steps,
+            stack,
+            scores,
+            _newly_taught(folder, parent),
+        )
         steps, facts = config.train.steps, {**code_fact(config), **scorer_facts(config)}
         job = join_parts(config, folder, base, workers, source, steps, stack, facts=facts)
         job.findings.start(base.journal.last_committed_step(), job.facts)
@@ -362,6 +370,20 @@ async def open_fork(folder: RunFolder, notes: Notes | None = None) -> AsyncItera
         for text in describe(scores):
             job.tracker.note(text)
         yield job
+
+
+def _newly_taught(folder: RunFolder, parent: RunFolder) -> set[str]:
+    """The tasks whose teacher is behind another server than in the run of which this is a fork."""
+
+    def servers(config: Config) -> dict[str, tuple[str, str]]:
+        names = {task: config.task_algorithm(task).teacher or "" for task in config.tasks}
+        asked = {
+            task: config.teachers[name] for task, name in names.items() if config.asks_server(task)
+        }
+        return {task: (teacher.base_url, teacher.model) for task, teacher in asked.items()}
+
+    before = servers(parent.config())
+    return {task for task, server in servers(folder.config()).items() if before.get(task) != server}
 
 
 class RecordedBatches(BatchSource):
@@ -375,14 +397,20 @@ class RecordedBatches(BatchSource):
         last: int,
         closing: AsyncExitStack,
         scores: NewScores | None = None,
+        newly_taught: Container[str] = (),
     ) -> None:
-        """`last`: the parent's last step that is used; `scores`: in place of those recorded."""
+        """`last`: the parent's last step that is used; `scores`: in place of those recorded.
+
+        `newly_taught`: tasks whose teacher has to be asked even if the log-probs of another one are recorded.
+        """
         self._config, self._closing = config, closing
-        self._teachers: dict[str, TeacherServer] = {}  # of tasks whose log-probs are not recorded
+        self._newly_taught = newly_taught
+        self._teachers: dict[str, TeacherServer] = {}  # of the tasks that asked theirs
         self._recorded, self._journal = recorded, journal
         self._size = config.train.groups_per_step
         self._groups = recorded_groups(recorded, config, last, scores)
         self._known: dict[str, str] = {}  # groups of an earlier part of the fork, and their state
+        self._landed: dict[str, Group] = {}  # those of them that no step has taken
         self._resumed: Batch | None = None
 
     async def restore(self, journal: Journal) -> None:
@@ -398,6 +426,7 @@ class RecordedBatches(BatchSource):
         pending = journal.pending_step()
         self._resumed = None if pending is None else journal.batch(pending)
         self._known = dict(journal.query("SELECT group_id, state FROM groups"))
+        self._landed = {group.group_id: group for group in journal.unfinished_groups().buffered}
 
     async def run(self) -> None:
         """Generate nothing; wait for the end of the run."""
@@ -411,7 +440,7 @@ class RecordedBatches(BatchSource):
         groups: list[Group] = []
         while len(groups) < self._size:
             group, keep = next(self._groups)  # a fork has no more steps than its groups fill
-            await self._teach(group)
+            group = self._landed.pop(group.group_id, group)
             if await self._journal_group(group, keep):
                 groups.append(group)
         await self._journal.begin_step(step, groups)
@@ -419,8 +448,11 @@ class RecordedBatches(BatchSource):
 
     async def _teach(self, group: Group) -> None:
         """Ask a teacher behind a server for the log-probs that the parent has not recorded."""
-        lacking = [rollout for rollout in group.rollouts if rollout.teacher_logprobs is None]
         task, config = group.task, self._config
+        asks = task in self._newly_taught
+        lacking = [
+            rollout for rollout in group.rollouts if asks or rollout.teacher_logprobs is None
+        ]
         if not lacking or not config.asks_server(task):
             return
         if task not in self._teachers:
@@ -441,6 +473,7 @@ class RecordedBatches(BatchSource):
         if not keep:
             await self._journal.filtered(group)
         elif state != "buffered":
+            await self._teach(group)
             await self._journal.landed(group)
         return keep
 
