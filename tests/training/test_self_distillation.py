@@ -150,6 +150,14 @@ def test_a_prompt_without_a_user_has_no_place_for_a_hint(tmp_path: Path) -> None
             {"algorithm": {"name": "grpo", "teacher": None}, "teachers": {}},
             r"teacher_template: got .* with teacher none",
         ),
+        (  # nor one that lacks the prompt
+            {
+                "task": {"teacher_template": "{answer}"},
+                "algorithm": {"name": "grpo", "teacher": None},
+                "teachers": {},
+            },
+            r"teacher_template: got '\{answer\}' with teacher none",
+        ),
         ({"algorithm": {"divergence": "reverse"}}, r"divergence: got reverse with the policy"),
         ({"task": {"agent": "tools"}}, r"agent: got tools with the policy itself as teacher"),
     ],

@@ -431,7 +431,7 @@ def _check_own_teacher(config: Config, task: str, settings: AlgorithmSettings, k
     """Refuse a policy that is its own teacher where it has no prompt of its own, and a prompt that nobody reads."""
     agent, template = config.tasks[task].agent, config.tasks[task].teacher_template
     is_policy = bool(settings.teacher) and config.teachers[settings.teacher].is_policy
-    if is_policy != ("{prompt}" in template):
+    if not (is_policy == bool(template) == ("{prompt}" in template)):
         teacher = "the policy itself" if is_policy else settings.teacher or "none"
         raise UserError(
             f"tasks.{task}.teacher_template: got {template!r} with teacher {teacher}, allowed: a text with {{prompt}}, "
