@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from penstock.errors import RunError, UserError
 from penstock.model import arithmetic
-from penstock.model.arithmetic import arithmetic_of, explain_refusal, use_arithmetic
+from penstock.model.arithmetic import arithmetic_of, explain_refusal, use_arithmetic, use_threads
 
 
 def model_on(device: str, **config: int) -> Any:
@@ -32,6 +33,15 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     return calls
+
+
+def test_each_thread_computes_with_its_own_number_of_threads() -> None:
+    """An engine and a trainer of one process, whichever of them is the last to say its number."""
+    with ThreadPoolExecutor(1) as engine, ThreadPoolExecutor(1) as trainer:
+        engine.submit(use_threads, 1).result()
+        trainer.submit(use_threads, 3).result()
+        assert engine.submit(torch.get_num_threads).result() == 1
+        assert trainer.submit(torch.get_num_threads).result() == 3
 
 
 def test_a_cpu_keeps_its_arithmetic(chosen: list[tuple[bool, bool]]) -> None:

@@ -22,6 +22,15 @@ _WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 _NO_ORDER = "does not have a deterministic implementation"  # torch's words
 
 
+def use_threads(count: int) -> None:
+    """Compute with so many CPU threads in this thread, whatever others set for theirs.
+
+    A thread takes over what was set last, by whichever thread, at its first computation: so that comes first.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(count)
+
+
 def use_arithmetic(kind: str, model: Any) -> None:
     """Compute as `model.arithmetic` says from now on, in all of this process.
 

@@ -28,6 +28,7 @@ from penstock.config import Config, LoraConfig
 from penstock.data.sampler import stable_hash
 from penstock.errors import DigestMismatch, UserError
 from penstock.files import whole_folder
+from penstock.model.arithmetic import use_threads
 from penstock.model.loading import compute_dtype
 from penstock.service.batches import NO_LOGPROB, Examples, Rows
 from penstock.service.prune import snapshots_of
@@ -112,7 +113,7 @@ class Models:
 
     def load_base(self) -> None:
         """Load the base model."""
-        torch.set_num_threads(self.config.train.threads)
+        use_threads(self.config.train.threads)
         model = self.config.model
         self._base = load_policy(model.path, model, compute_dtype(model, trainer_device(model)))
         self._base.requires_grad_(False)

@@ -28,7 +28,7 @@ from torch import Tensor
 from penstock.config import Config
 from penstock.data.chat import ChatTemplate
 from penstock.errors import RunError, StopRequested
-from penstock.model.arithmetic import arithmetic_of, use_arithmetic
+from penstock.model.arithmetic import arithmetic_of, use_arithmetic, use_threads
 from penstock.model.loading import compute_dtype
 from penstock.model.stored_weights import StoredWeights
 from penstock.model.transfer import to_device
@@ -168,7 +168,7 @@ class Consumer(Learner):
     @classmethod
     def from_config(cls, config: Config, *, total_steps: int) -> Consumer:
         """Load the model, and the adapters, reference and texts that the config asks for."""
-        torch.set_num_threads(config.train.threads)
+        use_threads(config.train.threads)
         torch.manual_seed(config.seed)
         device = trainer_device(config.model)
         dtype = compute_dtype(config.model, device)
@@ -203,7 +203,7 @@ class Consumer(Learner):
         """Train one step. If a stop was requested, raise StopRequested and change nothing."""
         started = time.perf_counter()
         self.reload()
-        torch.set_num_threads(self.config.train.threads)
+        use_threads(self.config.train.threads)
         random_state = read_random_state(self)
         hashing = self._hashing.submit(batch.fingerprints)  # beside the update, which changes none
         try:

@@ -34,7 +34,7 @@ from penstock.engine.transformers.mailbox import Burst, Inbox, Order, Replies, R
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.engine.transformers.sequences import Finished, Runner, Sequence, TextOf
 from penstock.errors import EngineError, PenstockError, UserError
-from penstock.model.arithmetic import use_arithmetic
+from penstock.model.arithmetic import use_arithmetic, use_threads
 from penstock.model.loading import add_end_ids, load_causal_lm
 from penstock.types import WeightHandle
 from penstock.waits import tell_stage
@@ -256,7 +256,7 @@ class TransformersEngine:
                 current.fail(error if isinstance(error, PenstockError) else self._ended)
 
     def _open_model(self) -> None:
-        torch.set_num_threads(self._options.threads)
+        use_threads(self._options.threads)
         with _LOADING:
             model = self._load()
         use_arithmetic(self._options.arithmetic, model)
