@@ -407,6 +407,10 @@ def test_a_config_file_is_read_like_a_command() -> None:
             ["xtuner", "reward.py"],
             "convert: got reward.py without a trainer, allowed: trainer = RL",
         ),
+        (
+            ["trl", "reward.py"],
+            "reward.py without a call of GRPOTrainer or GRPOConfig, allowed: one",
+        ),
         (["verl", "trl.sh"], "did you mean: penstock convert trl trl.sh?"),
         (["trl", "verl.sh"], "trl knows 0 of the "),
         (["trl", "data.jsonl"], "convert: got data.jsonl without a setting, allowed: a command"),
@@ -502,3 +506,54 @@ def test_the_page_of_a_system_is_the_table_of_its_words(system: str) -> None:
     written = (root / "docs" / "coming-from" / f"{system}.md").read_text("utf-8")
     drawn = written.partition(script.BY_HAND)[0]
     assert drawn == script.page(system), "write it again: python scripts/draw_words.py --write"
+
+
+def of_trl_script(text: str) -> tuple[Config, str]:
+    Path("odd.py").write_bytes(text.encode())
+    Path("odd.toml").unlink(missing_ok=True)
+    code, said = convert("trl", "odd.py")
+    assert code == 0, said
+    return load_config("odd.toml").config, Path("odd.toml").read_text()
+
+
+MADE = "GRPOConfig(learning_rate=lr, num_generations=4, max_steps=30)"
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"lr = 1e-5\nargs = {MADE}\nGRPOTrainer('o/m', right, args)",
+        f"lr = 1e-5\nargs = trl.{MADE}",  # no trainer in this file
+        f"\ufefflr: float = 1e-5\r\nargs = {MADE}\r\n",
+        "cfg = dict(learning_rate=1e-5, num_generations=4)\n"
+        "def main():\n    more = {'max_steps': 30}\n    args = GRPOConfig(**cfg, **more)\n"
+        "    GRPOTrainer('o/m', right, args)",
+        f"lr = 1\nargs = {MADE}\nargs.learning_rate = 1e-5\n"
+        "class Mine(GRPOTrainer):\n    pass\nMine('o/m', right, args)",
+        f"try:\n    lr = 1e-5\nexcept ValueError:\n    pass\nif __name__ == '__main__':\n    args = {MADE}",
+    ],
+)
+def test_however_a_script_writes_its_settings_for_trl_they_are_read(text: str) -> None:
+    config, _ = of_trl_script(text)
+    assert (config.train.lr, config.train.steps) == (1e-5, 30)
+    assert config.sampling.num_generations == 4
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (f"lr = 1e-4\nif big:\n    lr = 1e-5\nargs = {MADE}", "learning_rate = if big:"),
+        (f"lr = 1e-4\nlr /= 2\nargs = {MADE}", "learning_rate = lr /= 2"),
+        (
+            f"lr = 1\nargs = {MADE}\nargs.learning_rate /= 2",
+            "learning_rate = args.learning_rate /= 2",
+        ),
+        ("args = GRPOConfig('out', max_steps=30, **given())", "**given() = given()"),
+    ],
+)
+def test_a_setting_of_a_script_that_only_its_code_knows_is_said(text: str, left: str) -> None:
+    config, written = of_trl_script(text)
+    assert config.train.steps == 30
+    assert left in written.partition("# Without a counterpart:")[2]

@@ -15,6 +15,7 @@ import operator
 import os
 import re
 import shlex
+import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,17 +33,20 @@ _VARIABLE = re.compile(
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")  # $((NAME * 2))
 
 
-def read_words(path: Path) -> dict[str, Any]:
+def read_words(path: Path, system: str) -> dict[str, Any]:
     """The words of a file and their values, in the file's order; a flag without a value is True."""
     try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with (
+            tokenize.open(path) if path.suffix == ".py" else path.open(encoding="utf-8-sig") as file
+        ):
+            text = file.read()
+    except (OSError, UnicodeDecodeError, SyntaxError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UserError(
             f"convert: got {str(path)!r}, allowed: a text file that can be read ({reason})"
         ) from None
     if path.suffix == ".py":
-        words = _of_python(text, path)
+        words = _of_python(text, path, system)
     elif path.suffix in (".yaml", ".yml", ".json"):
         words = _of_tree(text, path)
     else:
@@ -202,6 +206,8 @@ class Unread:
     def __str__(self) -> str:
         return self.source
 
+    __repr__ = __str__
+
 
 class FromEnvironment(str):
     """The text of an environment variable; `source` is shown in its place where no setting takes it."""
@@ -217,23 +223,23 @@ class Part:
     fields: dict[str, Any]
 
 
-def _of_python(text: str, path: Path) -> dict[str, Any]:
-    """The words of `trainer = RLColocateTrainerConfig(...)` and of all that it holds."""
+def _of_python(text: str, path: Path, system: str) -> dict[str, Any]:
+    """The words of a script that calls TRL, or of XTuner's `trainer = RLColocateTrainerConfig(...)`."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
         raise UserError(f"convert: {path} is no Python file: {error}") from None
-    if calls := [node for node in ast.walk(tree) if _is_trl_trainer(node)]:
-        return _of_trl(tree, calls[-1], path)
+    if words := _of_trl(tree, path):
+        return words
+    if system == "trl":
+        raise UserError(
+            f"convert: got {path} without a call of GRPOTrainer or GRPOConfig, allowed: one"
+        )
     names: dict[str, Any] = {}
     for statement in tree.body:
         match statement:
-            case ast.Assign(targets=[ast.Name(id=name)]):
-                names[name] = _value(statement.value, names)
-            case ast.Assign(targets=[ast.Attribute(value=ast.Name(id=name), attr=field)]) if (
-                isinstance(names.get(name), Part)
-            ):
-                names[name].fields[field] = _value(statement.value, names)
+            case ast.Assign(targets=[target]) if _assign(target, statement.value, names):
+                pass
             case _:
                 _forget(statement, names)
     trainer = names.get("trainer")
@@ -249,27 +255,30 @@ def _of_python(text: str, path: Path) -> dict[str, Any]:
 # ---- scripts that call TRL
 
 
-def _is_trl_trainer(node: ast.AST) -> TypeGuard[ast.Call]:
-    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("GRPOTrainer")
+def _of_trl(tree: ast.Module, path: Path) -> dict[str, Any]:
+    """The words of TRL's command line for GRPOTrainer(model, reward_funcs, args=GRPOConfig(...), ...).
 
-
-def _of_trl(tree: ast.Module, trainer: ast.Call, path: Path) -> dict[str, Any]:
-    """The words of TRL's command line for GRPOTrainer(model, reward_funcs, args=GRPOConfig(...), ...)."""
-    names: dict[str, Any] = {}
-    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
-    for node in sorted(statements, key=lambda node: node.lineno):
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                names[name] = f"{path}:{name}"
-            case ast.ImportFrom(module=str(module)):
-                names |= {
-                    alias.asname or alias.name: f"{module}:{alias.name}" for alias in node.names
-                }
-            case ast.Assign(targets=[ast.Name(id=name)]):
-                names[name] = _value(node.value, names)
-    given = dict(zip(("model", "reward_funcs", "args"), trainer.args, strict=False))
-    given |= {word.arg: word.value for word in trainer.keywords if word.arg}
-    fields = {name: _value(node, names) for name, node in given.items()}
+    Without a trainer: those of the last GRPOConfig. Empty: the script has neither.
+    """
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    trainers = {"GRPOTrainer"} | {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and any(ast.unparse(base).endswith("GRPOTrainer") for base in node.bases)
+    }
+    made = [call for call in calls if _class_of(call) in trainers]
+    configs = [call for call in calls if _class_of(call) == "GRPOConfig"]
+    if not made and not configs:
+        return {}
+    names = _names_of(tree, path)
+    if made:
+        given = dict(zip(("model", "reward_funcs", "args"), made[-1].args, strict=False))
+        given |= {word.arg: word.value for word in made[-1].keywords if word.arg}
+        fields = {name: _value(node, names) for name, node in given.items()}
+    else:
+        named = [p for p in names.values() if isinstance(p, Part) and p.name == "GRPOConfig"]
+        fields = {"args": named[-1] if named else _value(configs[-1], names)}
     words = {_TRL_FIELDS.get(name, name): value for name, value in fields.items()}
     for name in ("args", "peft_config", "train_dataset"):
         part = words.pop(name, None)
@@ -278,6 +287,56 @@ def _of_trl(tree: ast.Module, trainer: ast.Call, path: Path) -> dict[str, Any]:
         elif part is not None:
             words[name] = part
     return {**words, "script": str(path)}
+
+
+def _class_of(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def _names_of(tree: ast.Module, path: Path) -> dict[str, Any]:
+    """The names of a script, also those in its functions; one that a branch may change is unread."""
+    names: dict[str, Any] = {}
+
+    def read(statements: list[ast.stmt]) -> None:
+        for statement in statements:
+            match statement:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    names[name] = f"{path}:{name}"
+                    read(statement.body)
+                case ast.ImportFrom(module=str(module)):
+                    names.update(
+                        {a.asname or a.name: f"{module}:{a.name}" for a in statement.names}
+                    )
+                case ast.Assign(targets=[target]) | ast.AnnAssign(target=target) if (
+                    statement.value is not None and _assign(target, statement.value, names)
+                ):
+                    pass
+                case ast.With() | ast.AsyncWith() | ast.ClassDef() | ast.Try():
+                    read(statement.body)
+                case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
+                    read(statement.body)
+                case ast.If() | ast.For() | ast.While():
+                    read([*statement.body, *statement.orelse])  # functions of a branch
+                    _forget(statement, names)
+                case _:
+                    _forget(statement, names)
+
+    read(tree.body)
+    return names
+
+
+def _assign(target: ast.expr, value: ast.expr, names: dict[str, Any]) -> bool:
+    """Give a name, or a field of a config class, its value; False for any other target."""
+    match target:
+        case ast.Name(id=name):
+            names[name] = _value(value, names)
+            return True
+        case ast.Attribute(value=ast.Name(id=name), attr=field) if isinstance(
+            part := names.get(name), Part
+        ):
+            names[name] = Part(part.name, {**part.fields, field: _value(value, names)})
+            return True
+    return False
 
 
 _TRL_FIELDS = {"model": "model_name_or_path"}
@@ -300,10 +359,16 @@ def _forget(statement: ast.stmt, names: dict[str, Any]) -> None:
         if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
             is_changed = not isinstance(node.ctx, ast.Load)
             target: ast.expr = node
+            field = ""
             while isinstance(target, ast.Attribute | ast.Subscript):
+                field = target.attr if isinstance(target, ast.Attribute) else ""
                 target = target.value
             if is_changed and isinstance(target, ast.Name):
-                names[target.id] = unread
+                part = names.get(target.id)
+                if isinstance(part, Part) and field:
+                    names[target.id] = Part(part.name, {**part.fields, field: unread})
+                else:
+                    names[target.id] = unread
 
 
 def _value(node: ast.expr, names: dict[str, Any]) -> Any:
@@ -357,7 +422,7 @@ def _called(node: ast.Call, names: dict[str, Any]) -> Any:
         ast.unparse(node.func),
         [_value(argument, names) for argument in node.args],
     )
-    fields = {word.arg: _value(word.value, names) for word in node.keywords if word.arg}
+    fields = _fields(node, names)
     name = function.rpartition(".")[2]
     if name == "load_dataset":
         return Part(name, {**dict(zip(("path", "name"), arguments, strict=False)), **fields})
@@ -375,9 +440,28 @@ def _called(node: ast.Call, names: dict[str, Any]) -> Any:
             return _KINDS[function](arguments[0])
         except ValueError:
             return Unread(ast.unparse(node))
-    if arguments or len(fields) < len(node.keywords) or not (is_config or function == "dict"):
+    if name == "GRPOConfig" and len(arguments) == 1:
+        fields, arguments = {"output_dir": arguments[0], **fields}, []
+    is_whole = all(
+        word.arg or f"**{ast.unparse(word.value)}" not in fields for word in node.keywords
+    )
+    if arguments or not (is_config or function == "dict") or not (is_whole or name == "GRPOConfig"):
         return Unread(ast.unparse(node))
     return Part(name, fields) if is_config else fields
+
+
+def _fields(node: ast.Call, names: dict[str, Any]) -> dict[str, Any]:
+    """The fields that a call names, also in a `**dict`; one that cannot be read is a field `**NAME`."""
+    fields: dict[str, Any] = {}
+    for word in node.keywords:
+        value = _value(word.value, names)
+        if word.arg:
+            fields[word.arg] = value
+        elif isinstance(value, dict):
+            fields |= value
+        else:
+            fields[f"**{ast.unparse(word.value)}"] = Unread(ast.unparse(word.value))
+    return fields
 
 
 def _variable(node: ast.expr, name: Any, default: Any) -> Any:

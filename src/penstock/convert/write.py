@@ -45,7 +45,7 @@ def write_config(system: str, file: Path, out: Path | None = None) -> Path:
 
 def convert(system: str, path: Path, out: Path | None = None) -> str:
     """The TOML for a command line or a config file of `system`; `out` is where it will be."""
-    spellings, words = SPELLINGS[system], read_words(path)
+    spellings, words = SPELLINGS[system], read_words(path, system)
     _check_system(system, path, words)
     conversion = Conversion({spellings.get(word, word): value for word, value in words.items()})
     for key, value, note in DEFAULTS[system]:
