@@ -448,3 +448,23 @@ def test_a_run_keeps_its_best_checkpoint_and_ends_early(
         cli.main()
     assert not left.value.code
     assert "prompt: 12+34" in capsys.readouterr().out
+
+
+def test_keeping_the_best_by_a_score_that_no_reward_gives_ends_at_the_first_evaluation() -> None:
+    with pytest.raises(UserError, match=r"got 'heldout/accuracy', but .* allowed: heldout/reward"):
+        penstock.train(
+            *("demo", ROWS, lambda completions, **_: [0.5] * len(completions)),
+            eval_data=ROWS[:2],
+            keep_best="heldout/accuracy",
+            steps=2,
+            settings={**SMALL, "eval.every_steps": 1, "eval.blocking": True},
+            **TINY,
+        )
+
+
+def test_a_resume_knows_that_a_metric_has_ended_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    run = penstock.train(
+        *("demo", ROWS, "boxed"), early_stop="reward/mean <= 1", steps=3, settings=SMALL, **TINY
+    )
+    assert len(penstock.resume(run).metrics) == 1
+    assert "was ended by train.stop_when (reward/mean <= 1)" in capsys.readouterr().err

@@ -494,6 +494,8 @@ def _callback(on_step: Callable[[dict[str, float]], object] | None) -> dict[str,
     """The function that gets each step's metrics, as one of the program's objects."""
     if on_step is None:
         return {}
+    if not callable(on_step):
+        raise UserError(f"on_step: got {on_step!r}, allowed: a function of the metrics of a step")
     from penstock.inspection.track.logs import StepCallback
 
     return {StepCallback.NAME: on_step}

@@ -50,6 +50,36 @@ def test_the_folder_has_the_model_and_a_card_from_the_journal(
     assert (out / "curves.svg").read_text().count("<polyline") == 2
 
 
+def add_checkpoint(run: RunFolder, step: int) -> None:
+    model = run.checkpoints / f"step-{step}" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(str(step))
+    checkpoints._write_manifest(model.parent, step, "a1b2" * 8)
+
+
+def test_the_best_step_has_a_card_without_what_came_after_it(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_checkpoint(run, 3)
+    summary = run.evaluations / "summary.jsonl"
+    scores = {0: 0.1, 2: 0.9, 3: 0.75, 6: 0.5}
+    row = json.loads(summary.read_text().splitlines()[0])
+    lines = (json.dumps({**row, "step": step, "accuracy": score}) for step, score in scores.items())
+    summary.write_text("".join(f"{line}\n" for line in lines))
+    out = export_run(run, tmp_path / "out", step="best")
+    assert (out / "config.json").read_text() == "3"
+    assert "| accuracy, heldout | 0.100 | 0.750 (" in (out / "README.md").read_text()
+    said = capsys.readouterr().err
+    assert "step 3 has the best heldout/accuracy, 0.750" in said
+    assert "step 2 had 0.900 and was not kept: set checkpoint.keep_best" in said
+
+
+def test_best_of_a_run_that_evaluated_nothing_is_refused(run: RunFolder, tmp_path: Path) -> None:
+    (run.evaluations / "summary.jsonl").unlink()
+    with pytest.raises(UserError, match=r"evaluated by an \[eval.tasks.NAME\] \(none\)"):
+        export_run(run, tmp_path / "out", step="best")
+
+
 def test_the_average_of_the_weights_is_exported_where_there_is_one(
     run: RunFolder, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def doubts(config: Config) -> list[str]:
             "model.arithmetic fast: on a GPU redone steps may have other bits, and replay cannot compare them"
         )
     lines += unrepeatable_samples(config)
+    lines += _rarely_scored(config)
     trained = [name for name, task in config.tasks.items() if task.system_prompt]
     lines += [
         f"eval.tasks.{name}: evaluated without a system prompt, but trained with that of "
@@ -52,6 +53,19 @@ def doubts(config: Config) -> list[str]:
         if trained and not task.system_prompt
     ]
     return lines
+
+
+def _rarely_scored(config: Config) -> Iterator[str]:
+    """Yield a line for each setting that waits for held-out scores which only the start and the end have."""
+    if config.eval.tasks and not config.eval.every_steps:
+        rules = [rule for rule in config.train.stop_when if rule.split("/")[0] in config.eval.tasks]
+        settings = {"checkpoint.keep_best": config.checkpoint.keep_best, "train.stop_when": rules}
+        for key, value in settings.items():
+            if value:
+                yield (
+                    f"{key} has no effect with eval.every_steps 0: only the start and the end are evaluated; "
+                    "set eval.every_steps"
+                )
 
 
 _SWITCHES = (  # (table, the key that turns it on, its value when off, keys that only then have an effect)

@@ -10,6 +10,8 @@ import html
 import json
 import os
 import shutil
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from penstock.config import Config
 from penstock.config.plugins import model_folder
 from penstock.data.source import HUB
 from penstock.errors import PenstockError, RunError, UserError
-from penstock.files import visible, whole_folder
+from penstock.files import say, visible, whole_folder
 from penstock.inspection.audit import take_audit
 from penstock.inspection.record import RunRecord, read_run, take_figures
 from penstock.inspection.track.console import draw_curves
@@ -64,15 +66,33 @@ def choose_checkpoint(folder: RunFolder, step: str | None = None) -> Checkpoint:
     steps = store.steps()
     chosen = int(step) if step.isdigit() else None
     if step == "best":
-        scores = read_scores(folder.evaluations)
-        measure = folder.config().checkpoint.keep_best or next(iter(scores), "")
-        chosen = best_step(scores.get(measure, {}), steps)
+        chosen = _best_kept(folder, steps)
     if chosen not in steps or chosen is None:
         there = ", ".join(map(str, sorted(steps))) or "none, the run wrote no checkpoint"
-        raise UserError(
-            f"--step: got {step}, allowed: a step that is kept and, for best, evaluated ({there})"
-        )
+        raise UserError(f"--step: got {step}, allowed: best, or a step that is kept ({there})")
     return store.of_step(chosen)
+
+
+def _best_kept(folder: RunFolder, steps: Collection[int]) -> int:
+    """The step with the best held-out score among those that are kept; say which, and if another was better."""
+    scores = read_scores(folder.evaluations)
+    measure = folder.config().checkpoint.keep_best or next(iter(scores), "")
+    by_step = scores.get(measure, {})
+    chosen, best = best_step(by_step, steps), best_step(by_step, by_step)
+    if chosen is None or best is None:
+        evaluated = ", ".join(map(str, by_step)) or "none"
+        kept = ", ".join(map(str, sorted(steps))) or "none"
+        raise UserError(
+            f"--step: got best, allowed: a run with a step that is evaluated by {measure or 'an [eval.tasks.NAME]'} "
+            f"({evaluated}) and kept ({kept})"
+        )
+    better = (
+        f"; step {best} had {by_step[best]:.3f} and was not kept: set checkpoint.keep_best"
+        if by_step[best] > by_step[chosen]
+        else ""
+    )
+    say(f"step {chosen} has the best {measure}, {by_step[chosen]:.3f}{better}", error=True)
+    return chosen
 
 
 def _copy_model(folder: RunFolder, checkpoint: Checkpoint, target: Path, *, adapter: bool) -> None:
@@ -125,7 +145,7 @@ def model_card(
         _front_matter(config, adapter=adapter),
         f"# {_cell(folder.name)}\n\nThe {what} after step {checkpoint.step} of a reinforcement-learning run: {base}, "
         f"trained with {_cell(config.algorithm.name.rpartition(':')[2])} by Penstock {__version__}.",
-        _results(record),
+        _results(_up_to(record, checkpoint.step)),
         f"![Reward and held-out accuracy]({CURVES})",
         _data(folder, config),
         _settings(config),
@@ -159,6 +179,21 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 def _cell(text: str) -> str:
     """Text of a run as text: no markup, no control codes, one line."""
     return " ".join(html.escape(visible(text), quote=False).replace("|", "/").split())
+
+
+def _up_to(record: RunRecord, step: int) -> RunRecord:
+    """The record without what came after a step, whose model does not know of it."""
+    count = sum(number <= step for number in record.steps)
+    rows = {
+        task: [row for row in rows if row["step"] <= step]
+        for task, rows in record.evaluations.items()
+    }
+    return replace(
+        record,
+        steps=record.steps[:count],
+        curves={name: values[:count] for name, values in record.curves.items()},
+        evaluations={task: kept for task, kept in rows.items() if kept},
+    )
 
 
 def _results(record: RunRecord) -> str:

@@ -109,28 +109,37 @@ def _finished_steps(folder: RunFolder, config: Config) -> int:
     """The steps of a run that has nothing left to do: trained, evaluated and saved; 0 for any other."""
     from penstock.data.identity import TOTAL_STEPS
     from penstock.rollout.evaluation.evaluate import read_summaries
-    from penstock.store.checkpoint import CheckpointStore
-    from penstock.store.journal import Journal
 
     total = config.train.steps or int(folder.record().get(TOTAL_STEPS) or 0)
-    model = CheckpointStore(folder.checkpoints).newest_model()
-    if not total or model is None or model.parent.name != f"step-{total}":
+    if not total or _saved_step(folder) < total:
         return 0
-    try:
-        with closing(Journal.look(folder.journal)) as journal:
-            if journal.last_committed_step() < total:
-                return 0
-    except PenstockError:
-        return 0  # a resume tells what is wrong and what to do
     rows = read_summaries(folder.evaluations)
     evaluated = {row["task"] for row in rows if row["step"] == total}
     return total if config.eval.tasks.keys() <= evaluated else 0
 
 
+def _saved_step(folder: RunFolder) -> int:
+    """The last step of a run, if its model is saved; else 0."""
+    from penstock.store.checkpoint import CheckpointStore
+    from penstock.store.journal import Journal
+
+    model = CheckpointStore(folder.checkpoints).newest_model()
+    try:
+        with closing(Journal.look(folder.journal)) as journal:
+            step = journal.last_committed_step()
+    except PenstockError:
+        return 0  # a resume tells what is wrong and what to do
+    return step if model is not None and model.parent.name == f"step-{step}" else 0
+
+
 def _ended_by(folder: RunFolder, config: Config) -> str:
-    """The rule that has ended a run before its last step, by its evaluations; empty: none has."""
-    if not config.train.stop_when:
+    """The rule that has ended a run before its last step, after which its model was saved; empty: none has."""
+    if not config.train.stop_when or not _saved_step(folder):
         return ""
+    from penstock.inspection.findings import find
+    from penstock.inspection.findings.observed import read_observed
     from penstock.run.stop_rules import StopRules
 
-    return StopRules(config.train.stop_when, folder.evaluations).met({}, [])
+    observed = read_observed(folder)
+    last = observed.rows[-1] if observed.rows else {}
+    return StopRules(config.train.stop_when, folder.evaluations).met(last, find(observed))

@@ -55,7 +55,7 @@ from penstock.rollout.evaluation.evaluate import (
 from penstock.rollout.taught import taught
 from penstock.run.foundation import BatchSource, Foundation, Status, lay_foundation
 from penstock.run.run_data import RunData, count_steps, duplicates, left_behind, overlaps
-from penstock.run.stop_rules import StopRules
+from penstock.run.stop_rules import StopRules, scores_used
 from penstock.store.checkpoint import CheckpointStore
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
@@ -234,7 +234,12 @@ def join_parts(
         report=note,
         before_rename=base.journal.sync,
         after_prune=partial(_prune_payloads, base.journal, config),
-        also_kept=partial(best_or_pending, folder.evaluations, config.checkpoint.keep_best),
+        also_kept=partial(
+            best_or_pending,
+            folder.evaluations,
+            config.checkpoint.keep_best,
+            every_steps=config.eval.every_steps,
+        ),
     )
     closing.push_async_callback(checkpoints.settle)
     evaluations = Evaluations(
@@ -242,6 +247,7 @@ def join_parts(
         folder=folder.evaluations,
         engine=workers.engine,
         waits=base.waits,
+        used=scores_used(config),
         log=tracker.log_eval,
         note=note,
     )
@@ -265,7 +271,7 @@ def join_parts(
         tracker=tracker,
         facts=facts,
         start_report=list(start_report),
-        stop_rules=StopRules(config.train.stop_when, folder.evaluations),
+        stop_rules=StopRules(config.train.stop_when, folder.evaluations, note),
     )
 
 

@@ -9,8 +9,9 @@ A run that a rule has ended is whole: its model is saved, and a resume with othe
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
 from penstock.config import Config
@@ -19,7 +20,7 @@ from penstock.inspection.findings import RULES
 from penstock.inspection.track.logs import Finding
 from penstock.rollout.evaluation.evaluate import read_scores
 
-_REACHED = re.compile(r"(\S+?)\s*(>=|<=)\s*(-?[\d.]+(?:e-?\d+)?)")
+_REACHED = re.compile(r"(\S+?)\s*(>=|<=)\s*(-?(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?)")
 _STALLS = re.compile(r"(\S+) stalls ([1-9]\d*)")
 _FINDING = re.compile(r"finding (\w+)")
 
@@ -27,17 +28,43 @@ _FINDING = re.compile(r"finding (\w+)")
 class StopRules:
     """The rules of a run, and where its evaluations are."""
 
-    def __init__(self, rules: Sequence[str] = (), evaluations: Path | None = None) -> None:
-        """evaluations: the folder with the run's evaluations."""
-        self._rules, self._evaluations = tuple(rules), evaluations
+    def __init__(
+        self,
+        rules: Sequence[str] = (),
+        evaluations: Path | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """evaluations: the folder with the run's evaluations. note: takes a line for the user."""
+        self._rules, self._evaluations, self._note = tuple(rules), evaluations, note
+        self._has_seen_metrics = False
 
     def met(self, metrics: Mapping[str, float], findings: Sequence[Finding]) -> str:
         """The first rule that holds after a step with these metrics and findings; empty: the run goes on."""
         if not self._rules or self._evaluations is None:
             return ""
         scores = read_scores(self._evaluations)
+        if metrics and not self._has_seen_metrics:
+            self._has_seen_metrics = True
+            self._tell_unknown({*metrics, *scores})
         names = {finding.name for finding in findings}
         return next((rule for rule in self._rules if _holds(rule, scores, metrics, names)), "")
+
+    def _tell_unknown(self, known: Set[str]) -> None:
+        """Say which rules wait for a metric that the first step does not have: it may be misspelt."""
+        for rule in self._rules:
+            match = _REACHED.fullmatch(rule)
+            if match and match[1] not in known and not match[1].endswith(("/accuracy", "/reward")):
+                near = difflib.get_close_matches(match[1], known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                self._note(
+                    f"warning: train.stop_when {rule!r}: no step has {match[1]} so far{hint}"
+                )
+
+
+def scores_used(config: Config) -> set[str]:
+    """The held-out scores that checkpoint.keep_best and train.stop_when name, such as heldout/accuracy."""
+    matches = (_REACHED.fullmatch(r) or _STALLS.fullmatch(r) for r in config.train.stop_when)
+    return {config.checkpoint.keep_best, *(match[1] for match in matches if match)}
 
 
 def _holds(

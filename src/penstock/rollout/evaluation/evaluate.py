@@ -22,7 +22,7 @@ import numpy as np
 from penstock.config import SamplingConfig
 from penstock.data.sampler import PromptSource, stable_hash
 from penstock.engine.protocol import InferenceEngine
-from penstock.errors import RunError
+from penstock.errors import RunError, UserError
 from penstock.files import read_rows, write_whole
 from penstock.reward.protocol import Reward
 from penstock.rollout.agent.function import FunctionAgent
@@ -345,12 +345,18 @@ def best_step(scores: Mapping[int, float], steps: Collection[int]) -> int | None
     )
 
 
-def best_or_pending(folder: Path, measure: str, steps: Collection[int]) -> set[int]:
-    """Of these steps the one with the best score, and those whose evaluation is not done; none without a measure."""
+def best_or_pending(
+    folder: Path, measure: str, steps: Collection[int], *, every_steps: int
+) -> set[int]:
+    """Of these steps the one with the best score, and those whose evaluation is not done; none without a measure.
+
+    every_steps: updates between evaluations; 0: only the end is evaluated, whose checkpoint is the newest.
+    """
     if not measure:
         return set()
     scores = read_scores(folder).get(measure, {})
-    pending = {step for step in steps if step > max(scores, default=0)}
+    newest = max(scores, default=0)
+    pending = {step for step in steps if every_steps and step > newest and not step % every_steps}
     best = best_step(scores, steps)
     return pending if best is None else pending | {best}
 
@@ -378,6 +384,7 @@ class Evaluations:
     waits: Waits
     log: Callable[[int, dict[str, float]], None]
     note: Callable[[str], None]
+    used: Collection[str] = ()  # scores that other settings name, such as heldout/accuracy
 
     async def evaluate(self, step: int, after: Sequence[asyncio.Task[None]]) -> None:
         """Evaluate the weights of `step` once `after` has loaded them, and ended earlier evaluations."""
@@ -399,9 +406,19 @@ class Evaluations:
             version = (await engine.stats()).policy_version
             result = await evaluate(engine, task, step=step, version=version, folder=self.folder)
         append_summary(self.folder, result)
+        if result.accuracy is None and result.reward is not None:
+            self._refuse_accuracy(task.name)
         if result.failures:
             counted = f"{result.failures} of {result.samples} samples failed and count as wrong"
             self.note(
                 f"warning: evaluation {task.name} after step {step}: {counted}: {result.error}"
             )
         self.log(step, result.metrics())
+
+    def _refuse_accuracy(self, task: str) -> None:
+        """Raise if a setting waits for the accuracy of a task that has none."""
+        if f"{task}/accuracy" in self.used:
+            raise UserError(
+                f"checkpoint.keep_best, train.stop_when: got '{task}/accuracy', but the rewards of eval.tasks.{task} "
+                f"do not say whether an answer is right, allowed: {task}/reward"
+            )
