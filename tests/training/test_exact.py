@@ -12,9 +12,12 @@ import torch
 from typer.testing import CliRunner
 
 from penstock.cli import app
+from penstock.engine.transformers.cpu import invariance
 from penstock.engine.transformers.engine import TransformersEngine
 from penstock.engine.transformers.options import TransformersOptions
 from penstock.errors import UserError
+from penstock.model.families import family_of
+from penstock.training.exact import CpuArithmetic
 from penstock.training.pack import make_pack
 from penstock.training.policy import Policy
 from stages import tiny_policy as tiny
@@ -113,3 +116,22 @@ def test_a_model_without_a_row_is_refused() -> None:
     policy.family = None
     with pytest.raises(UserError, match=r"model\.arithmetic: got exact"):
         policy.make_exact()
+
+
+def test_threads_of_the_trainer_do_not_change_how_the_engine_is_seen_to_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {"hidden_size": 896, "intermediate_size": 896, "num_hidden_layers": 1}
+    monkeypatch.setitem(CASES, "wide", ("llama", sizes))
+    model = make_decoder("wide")
+    threads, quanta = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):  # with 2, tried products would pass with fewer rows, or with none
+            invariance._linear_is_invariant.cache_clear()
+            torch.set_num_threads(count)
+            quanta.append(CpuArithmetic(model, family_of(model.config)).quantum)
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+        invariance._linear_is_invariant.cache_clear()
+    assert quanta[0] == quanta[1]

@@ -205,7 +205,8 @@ class CpuArithmetic:
         weights = read_weights(model, family, linears)
         plain = family.softcap is not None or family.has_sinks
         shape = KVShape.of(family, weights.embedding.dtype)
-        self.quantum, invariant = find_row_quantum(linears.sizes, shape, 1, self._kind, plain)
+        with self.alone():
+            self.quantum, invariant = find_row_quantum(linears.sizes, shape, 1, self._kind, plain)
         if not invariant:
             raise UserError(
                 "model.arithmetic: got exact on a CPU whose products change with the batch, allowed: "
