@@ -11,6 +11,7 @@ import asyncio
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from penstock.rollout.agent.gym import Environment
@@ -27,10 +28,15 @@ def make(name: str) -> tuple[Any, str, int]:
     return package.make("gsm8k", extras={"reward_spec": {"ground_truth": "6"}}), "#### {}", 10
 
 
+async def call(method: Callable[[], Any]) -> Any:
+    """Call a method of a game here; a rollout calls it in a thread, for a bounded time."""
+    return method()
+
+
 async def play(name: str) -> list[Any]:
     """Return the first messages, then (observation, reward, done) of every step."""
     game, form, high = make(name)
-    environment, low = Environment(game), 1
+    environment, low = Environment(game, call), 1
     task = Task(prompt_id="p", messages=[{"role": "user", "content": "play"}])
     seen: list[Any] = [await environment.start(task, seed=3)]
     done = False

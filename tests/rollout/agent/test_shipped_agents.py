@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -211,13 +213,18 @@ class OpenEnv:
         return SimpleNamespace(observation=seen, reward=0.75, done=action == "end")
 
 
+async def at_once(function: Callable[[], Any]) -> Any:
+    result = function()
+    return await result if inspect.isawaitable(result) else result
+
+
 @pytest.mark.parametrize(
     ("kind", "first"),
     [(TextArena, "1 player"), (Gem, "seed 3"), (SkyRL, "begin"), (OpenEnv, "begin")],
 )
 def test_four_forms_of_environment_are_understood(kind: type, first: str) -> None:
     async def main() -> None:
-        environment = Environment(kind())
+        environment = Environment(kind(), at_once)
         task: Any = SimpleNamespace(messages=[], gt_answer=None, extra={})
         assert [message["content"] for message in await environment.start(task, 3)] == [first]
         step = await environment.step("ab")
@@ -226,3 +233,81 @@ def test_four_forms_of_environment_are_understood(kind: type, first: str) -> Non
         assert (step.reward, step.done) == (0.75, True)
 
     asyncio.run(main())
+
+
+SLOW = """
+import threading
+
+
+class Slow:
+    def __init__(self, at="__init__"):
+        self.at = at
+        self._wait("__init__")
+
+    def _wait(self, name):
+        if name == self.at:
+            threading.Event().wait(3)
+
+    def reset(self, seed=0):
+        self._wait("reset")
+        return "begin"
+
+    def step(self, action: str):
+        '''
+        Step.
+
+        Args:
+            action: any
+        '''
+        self._wait("step")
+        return "end", 1.0, True
+
+    def get_reward(self) -> float:
+        self._wait("get_reward")
+        return 1.0
+
+    def close(self):
+        self._wait("close")
+
+
+class SlowToReset(Slow):
+    def __init__(self):
+        super().__init__("reset")
+
+
+class SlowToReward(Slow):
+    def __init__(self):
+        super().__init__("get_reward")
+
+
+class SlowToClose(Slow):
+    def __init__(self):
+        super().__init__("close")
+"""
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        *((make_gym, {"env_options": {"at": at}}) for at in ("__init__", "reset", "step", "close")),
+        *((make_tools, {"kind": kind}) for kind in ("", "ToReset", "ToReward", "ToClose")),
+    ],
+)
+def test_no_method_of_an_environment_keeps_the_driver_waiting(
+    make: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    env = f"{tmp_path / 'slow.py'}:Slow{options.pop('kind', '')}"
+    limits = {"tool_timeout_s": 0.05, "turn_timeout_s": 1.0}
+    rollout, _, _ = play(make("o", {"env": env, **options}), "go", "go", **limits)
+    assert rollout.error == "agent: TimeoutError: no result after 0.05 s (tool_timeout_s)"
+
+
+def test_a_tool_may_have_an_argument_of_any_name(tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text(
+        'def look(function: str) -> str:\n    """Look.\n\n    Args:\n        function: its name\n    """\n'
+        '    return f"saw {function}"\n'
+    )
+    agent = make_tools("o", {"functions": [f"{tmp_path / 'tools.py'}:look"]})
+    _, _, prompts = play(agent, tool_call("look", function="sin"), "done", reward=True)
+    assert "saw sin" in prompts[1]

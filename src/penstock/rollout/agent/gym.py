@@ -12,15 +12,22 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import Field
 
 from penstock.config import plugins
 from penstock.errors import RewardError
+from penstock.reward.call_threads import CallThreads
 from penstock.rollout.agent.function import AgentOptions, read_options
-from penstock.rollout.agent.session import ContextOverflow, Model, Task, TurnsExceeded
-from penstock.rollout.agent.tools import finished
+from penstock.rollout.agent.session import (
+    ContextOverflow,
+    Model,
+    Task,
+    TurnsExceeded,
+    session_of,
+)
 
 
 class GymOptions(AgentOptions, extra="forbid"):
@@ -47,9 +54,13 @@ def make(where: str, options: Mapping[str, Any]) -> Callable[[Task, Model], Awai
     kind = plugins.load(f"{where}.env", settings.env, {})
 
     async def play(task: Task, model: Model) -> float:
-        environment = Environment(kind(**settings.env_options))
-        messages = list(task.messages)
+        session, messages = session_of(model), list(task.messages)
+        # one for each environment, as some can be used by no other thread
+        thread = CallThreads("environment", 1, session.limits.tool_timeout_s)
+        apply = partial(session.apply, threads=thread)
+        environment = Environment(None, apply)
         try:
+            environment = Environment(await apply(partial(kind, **settings.env_options)), apply)
             messages += await environment.start(task, model.seed)
             for number in range(1 << 30):
                 try:
@@ -62,7 +73,10 @@ def make(where: str, options: Mapping[str, Any]) -> Callable[[Task, Model], Awai
                     return 0.0
                 messages += [answer, {"role": "user", "content": step.observation}]
         finally:
-            await environment.close()
+            try:
+                await environment.close()
+            finally:
+                thread.close()
         raise AssertionError("a rollout has fewer turns")
 
     return play
@@ -80,37 +94,38 @@ async def _journalled(model: Model, environment: Environment, number: int, actio
 
 
 class Environment:
-    """One environment, whatever its form."""
+    """One environment, whatever its form; `apply` calls its methods, each for a bounded time."""
 
-    def __init__(self, env: Any) -> None:
-        self._env = env
+    def __init__(self, env: Any, apply: Callable[[Callable[[], Any]], Awaitable[Any]]) -> None:
+        self._env, self._apply = env, apply
         self._shown = ""  # TextArena's observations repeat those before
 
     async def start(self, task: Task, seed: int) -> list[dict[str, Any]]:
         """Reset the environment; return the messages that the policy sees first."""
         env = self._env
         if hasattr(env, "init"):  # SkyRL-gym
-            messages, _ = await finished(env.init(task.messages))
+            messages, _ = await self._apply(partial(env.init, task.messages))
             return list(messages)[len(task.messages) :]
         row = {"seed": seed, "num_players": 1, "gt_answer": task.gt_answer, **task.extra}
         parameters = inspect.signature(env.reset).parameters
-        first = await finished(env.reset(**{n: v for n, v in row.items() if n in parameters}))
+        row = {name: value for name, value in row.items() if name in parameters}
+        first = await self._apply(partial(env.reset, **row))
         if hasattr(env, "get_observation"):  # TextArena
-            first = self._new_text()
+            first = await self._new_text()
         text = _text(first[0] if isinstance(first, tuple) else first)
         return [{"role": "user", "content": text}] if text else []
 
     async def step(self, action: str) -> Step:
         """Give the environment an action; return what it answers."""
         env = self._env
-        result = await finished(env.step(action))
+        result = await self._apply(partial(env.step, action))
         if hasattr(env, "get_observation"):  # TextArena: rewards come at the end
             done = bool(result[0])
-            rewards = env.close() if done else None
+            rewards = await self._apply(env.close) if done else None
             if isinstance(rewards, tuple):  # with what happened in the game
                 rewards = rewards[0]
             reward = rewards.get(0) if isinstance(rewards, Mapping) else rewards
-            return _checked("" if done else self._new_text(), reward, done)
+            return _checked("" if done else await self._new_text(), reward, done)
         if isinstance(result, Mapping):  # SkyRL-gym
             text = "\n".join(_text(message) for message in result.get("observations") or ())
             return _checked(text, result.get("reward"), result.get("done"))
@@ -120,16 +135,16 @@ class Environment:
             return _checked(_text(observation), reward, any(ends))
         return _checked(_text(result.observation), result.reward, result.done)  # OpenEnv
 
-    def _new_text(self) -> str:
+    async def _new_text(self) -> str:
         """What TextArena's observation adds to the one before."""
-        text = _text(self._env.get_observation()[1])
+        text = _text((await self._apply(self._env.get_observation))[1])
         new, self._shown = text.removeprefix(self._shown), text
         return new
 
     async def close(self) -> None:
         env = self._env
         if hasattr(env, "close") and not hasattr(env, "get_observation"):
-            await finished(env.close())
+            await self._apply(env.close)
 
 
 def _checked(observation: str, reward: Any, done: Any) -> Step:

@@ -148,7 +148,7 @@ class Driver:
         return dict(reply)
 
 
-async def run_here(limit: float, function: Any, *positional: Any, **keywords: Any) -> Any:
+async def run_here(limit: float, function: Any, /, *positional: Any, **keywords: Any) -> Any:
     """Call a tool in this process; one that is not async is interrupted by a signal when it is late."""
     late = f"no result after {limit:g} s (tool_timeout_s)"
     if inspect.iscoroutinefunction(function):

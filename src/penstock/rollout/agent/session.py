@@ -346,25 +346,33 @@ class Session:
         for call in (call for call in begun if call.call_id not in self._before):
             await self._end_tool(call.call_id, "unknown", "whoever made the call ended before it")
 
-    async def _apply(self, function: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
+    async def _apply(
+        self, function: Callable[..., Any], /, *positional: Any, **keywords: Any
+    ) -> Any:
+        return await self.apply(partial(function, *positional, **keywords))
+
+    async def apply(self, function: Callable[[], Any], threads: CallThreads | None = None) -> Any:
         """Call a user's function for a bounded time, in a thread if it is not async."""
         limit = self.limits.tool_timeout_s
         late = TimeoutError(f"no result after {limit:g} s (tool_timeout_s)")
-        if inspect.iscoroutinefunction(function):
-            deadline = asyncio.timeout(limit)
-            try:
-                async with deadline:
-                    return await function(*positional, **keywords)
-            except TimeoutError:
-                if deadline.expired():
-                    raise late from None
-                raise
         if self._threads is None:
             self._threads = CallThreads("tool", TOOL_THREADS, limit)
+        deadline = asyncio.timeout(limit)
         try:
-            return await self._threads.run(partial(function, *positional, **keywords))
+            if inspect.iscoroutinefunction(function):
+                result = function()
+            else:
+                result = await (threads or self._threads).run(function)
+            if not inspect.isawaitable(result):
+                return result
+            async with deadline:
+                return await result
         except CallTimeout:
             raise late from None
+        except TimeoutError:
+            if deadline.expired():
+                raise late from None
+            raise
 
     def _note_earned(self, number: int, earned: float) -> None:
         if earned:

@@ -37,6 +37,7 @@ from penstock.rollout.agent.function import AgentOptions, guarded, read_options
 from penstock.rollout.agent.session import (
     ContextOverflow,
     Model,
+    Session,
     Task,
     TurnsExceeded,
     session_of,
@@ -293,33 +294,34 @@ def make(where: str, options: Mapping[str, Any]) -> Callable[[Task, Model], Awai
     schemas = schemas_of(where, tools_of(kind) if kind else plain) if kind or plain else {}
 
     async def use_tools(task: Task, model: Model) -> Any:
-        limit, tools = session_of(model).limits.tool_timeout_s, Tools()
-        async with _environment(kind) as environment:
+        session, tools = session_of(model), Tools()
+        limit = session.limits.tool_timeout_s
+        async with _environment(kind, session) as environment:
             callables = plain if environment is None else tools_of(environment)
             for name, schema in schemas.items():
                 unknown = "fail" if environment is None else "rebuild"
                 tools.add(name, callables[name], schema, unknown)
             async with open_servers(servers, limit, tools):
                 messages = list(task.messages)
-                text = await _reset(environment, task, model.seed)
+                text = await _reset(environment, task, model.seed, session)
                 if text:
                     messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{text}"}
                 await converse(model, messages, tools)
                 reward = getattr(environment, "get_reward", None)
-                return None if reward is None else await finished(reward())
+                return None if reward is None else await session.apply(reward)
 
     return use_tools
 
 
 @asynccontextmanager
-async def _environment(kind: Any) -> AsyncIterator[Any]:
+async def _environment(kind: Any, session: Session) -> AsyncIterator[Any]:
     """Make an environment, and close it with the block; None: there is none."""
-    environment: Any = kind() if kind else None
+    environment: Any = await session.apply(kind) if kind else None
     try:
         yield environment
     finally:
         if hasattr(environment, "close"):
-            await finished(environment.close())
+            await session.apply(environment.close)
 
 
 def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
@@ -394,7 +396,7 @@ async def _result(model: Model, call: Mapping[str, Any], tools: Tools) -> str:
         return json.dumps({"error": f"{type(error).__name__}: {error}"})
 
 
-async def _reset(environment: Any, task: Task, seed: int) -> Any:
+async def _reset(environment: Any, task: Task, seed: int, session: Session) -> Any:
     """Call `reset`, if there is one, with the fields of the task that it takes; return its result."""
     reset = getattr(environment, "reset", None)
     if reset is None:
@@ -404,9 +406,4 @@ async def _reset(environment: Any, task: Task, seed: int) -> Any:
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         names = {p.name for p in parameters}
         row = {name: value for name, value in row.items() if name in names}
-    return await finished(reset(**row))
-
-
-async def finished(value: Any) -> Any:
-    """A value, or what it is awaited for: an environment's methods may be async."""
-    return await value if inspect.isawaitable(value) else value
+    return await session.apply(functools.partial(reset, **row))
