@@ -307,3 +307,22 @@ def test_a_journal_that_cannot_write_reaches_the_consumer(tmp_path: Path) -> Non
         await cancel(running)
 
     on_virtual_time(main)
+
+
+def test_a_validity_rule_that_never_answers_fails_its_group(tmp_path: Path) -> None:
+    async def never(rollouts: list[Rollout]) -> bool:
+        await asyncio.Event().wait()
+        return True
+
+    async def main() -> None:
+        config = AsyncProduceStrategyConfig(max_tries=1, max_failure_share=0.5)
+        stage = ProducerStage(
+            tmp_path, config, agent_loop=single_turn(FakeEngine()), is_valid=never
+        )
+        running = asyncio.create_task(stage.producer.run())
+        with pytest.raises(TooManyFailures, match="validity rule: no answer after 60 s"):
+            await stage.producer.take_batch(1)
+        with pytest.raises(TooManyFailures):
+            await running
+
+    on_virtual_time(main)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -29,7 +29,7 @@ from penstock.store.journal import Journal
 from penstock.types import Group, Rollout, Status
 from penstock.waits import Signal
 
-IsValidSample = Callable[[list[Rollout]], bool]
+IsValidSample = Callable[[list[Rollout]], bool | Awaitable[bool]]
 
 _ABORT_AGAIN_S = 5.0
 _CANCEL_WAIT_S = 5.0
@@ -37,6 +37,7 @@ _LONGEST_BACKOFF_S = 30.0
 _FAILURES_BEFORE_HOLD = 8
 FAILURE_WINDOW = 32  # attempts over which produce.max_failure_share is taken
 RETRY_BACKOFF_S = 0.1  # before the first retry of a failed group; doubles with each further failure
+_RULE_TIMEOUT_S = 60.0  # of a validity rule that is a coroutine function
 MAX_REFUSED_IN_A_ROW = 1000  # groups refused by the validity rule, after which the run stops
 
 
@@ -363,12 +364,19 @@ class GroupRunner:
         """Ask the validity rule, once and only for completed groups; its errors fail the group."""
         if group.status is not Status.COMPLETED:
             return False
+        deadline = asyncio.timeout(_RULE_TIMEOUT_S)
         try:
             answer = self._is_valid_sample_fn(group.rollouts)
-            return not (await answer if inspect.isawaitable(answer) else answer)
+            if inspect.isawaitable(answer):
+                async with deadline:
+                    answer = await answer
+            return not answer
         except Exception as error:  # a user's rule: its fault is the outcome of the group
+            reason = f"{type(error).__name__}: {error}"
+            if deadline.expired():
+                reason = f"no answer after {_RULE_TIMEOUT_S:g} s"
             for rollout in group.rollouts:
-                rollout.fail(f"validity rule: {type(error).__name__}: {error}")
+                rollout.fail(f"validity rule: {reason}")
             return False
 
     async def _back_off(self, failures: int) -> None:

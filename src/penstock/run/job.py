@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -528,8 +528,8 @@ def _validity(config: Config, task: str, own_rule: str) -> IsValidSample:
     if own is None and not settings.filter_groups:
         return default_is_valid_sample_fn
 
-    def is_valid(rollouts: Sequence[Rollout]) -> bool:
-        return keep_group(rollouts, settings) and (own is None or bool(own(rollouts)))
+    def is_valid(rollouts: Sequence[Rollout]) -> bool | Awaitable[bool]:
+        return keep_group(rollouts, settings) and (own is None or own(rollouts))
 
     return is_valid
 

@@ -1,0 +1,27 @@
+"""A validity rule of the user's own, from the config to the groups that are trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stages.command_runs import train
+
+RULES = """
+def keep(rollouts):
+    return int(rollouts[0].rollout_id.removeprefix("train:").partition(".")[0]) % 2 == 0
+
+async def keep_later(rollouts):
+    return keep(rollouts)
+"""
+
+
+@pytest.mark.parametrize("rule", ["keep", "keep_later"])
+def test_a_rule_may_be_a_coroutine_function(rule: str, tmp_path: Path) -> None:
+    (tmp_path / "rules.py").write_text(RULES)
+    rules = f"produce.is_valid_sample={tmp_path / 'rules.py'}:{rule}"
+    run = train(tmp_path, rule, rules, "produce.strategy=sync", "train.steps=2")
+    assert run.code == 0, run.told
+    trained = run.query("SELECT cursor FROM groups WHERE state = 'trained' ORDER BY cursor")
+    assert trained == [(0,), (2,), (4,), (6,)]
