@@ -1,8 +1,8 @@
 """HTTP servers inside this process: a Starlette app on a bound socket, and limits on what clients may hold.
 
-The verification server, the agents' endpoint and the dashboard use it. uvicorn reads and writes HTTP; what it
-does not bound is bounded here: connections per client, silent connections and the time of a stop. It takes
-no signals and polls nothing.
+The verification server, the agents' endpoint, the dashboard and `penstock serve` use it. uvicorn reads and writes
+HTTP; what it does not bound is bounded here: connections per client, silent connections and the time of a stop.
+It takes no signals, but for a program that only serves, and polls nothing.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.service.audit import audit_service
@@ -297,6 +298,48 @@ def test_bad_input_is_the_answer_of_its_future_and_leaves_no_gap(server: ServerP
     assert client.ask("create_sampling_session", fields)[0] == 400
 
 
+def test_a_prompt_that_fills_the_context_is_scored_though_nothing_fits_behind_it(
+    server: ServerProcess,
+) -> None:
+    client = WireClient(server, key="tml-b")
+    session = client.json("create_session", {"tags": []})["session_id"]
+    made = {"session_id": session, "sampling_session_seq_id": 10, "base_model": "demo"}
+    sampler = client.json("create_sampling_session", made)["sampling_session_id"]
+    [served] = client.json("get_server_capabilities", method="GET")["supported_models"]
+    longest = served["max_context_length"]
+
+    def sample(seq: int, length: int, **fields: Any) -> bytes:
+        tokens = [IDS[place % len(IDS)] for place in range(length)]
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+        asked = {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt, **fields}
+        return client.answer(client.json("asample", asked)["request_id"])
+
+    one = {"sampling_params": {"max_tokens": 1}}  # as the SDK's compute_logprobs asks
+    scored = [
+        decode("SampleResponse", sample(number, length, prompt_logprobs=True, **one))
+        for number, length in enumerate((longest, longest - 1))
+    ]
+    full, shorter = (np.frombuffer(answer["prompt_logprobs"], "<f4") for answer in scored)
+    assert full[1:-1] == pytest.approx(shorter[1:], abs=1e-5)
+    assert scored[0]["sequences"] == [{"stop_reason": 1, "tokens": b"", "logprobs": b""}]
+    for seq, fields in enumerate(
+        (one, {}, {"sampling_params": {"max_tokens": 2}, "prompt_logprobs": True}), 2
+    ):
+        assert b'"category": "user"' in (refused := sample(seq, longest, **fields))
+        assert f"allowed: {longest} together".encode() in refused
+    assert f"allowed: {longest} together".encode() in sample(9, longest + 1, prompt_logprobs=True)
+
+
+def test_a_sampler_names_a_base_whose_tokenizer_can_be_loaded(server: ServerProcess) -> None:
+    client = WireClient(server, key="tml-b")
+    session = client.json("create_session", {"tags": []})["session_id"]
+    made = {"session_id": session, "sampling_session_seq_id": 11, "base_model": "demo"}
+    sampler = client.json("create_sampling_session", made)["sampling_session_id"]
+    base = client.json(f"samplers/{sampler}", method="GET")["base_model"]
+    assert (Path(base) / "tokenizer.json").is_file()  # the SDK's get_tokenizer has only this name
+    assert client.json("create_sampling_session", {**made, "base_model": base})
+
+
 def test_checkpoints_are_listed_sampled_from_and_deleted(server: ServerProcess) -> None:
     client = WireClient(server, key="tml-b")
     model_id = json.loads(client.create(number=7))["model_id"]
@@ -335,6 +378,13 @@ def test_checkpoints_are_listed_sampled_from_and_deleted(server: ServerProcess) 
         answers[0]["topk_prompt_logprobs"]["k"],
         answers[0]["topk_prompt_logprobs"]["length"],
     ) == (2, 3)
+    for ttl in (3600, None):  # the time to live can be changed, and taken away
+        kept = f"{listing}/sampler_weights/first/ttl"
+        assert client.json(kept, {"ttl_seconds": ttl}, method="PUT") == {}
+        [listed] = client.json(listing, method="GET")["checkpoints"]
+        assert (listed["expires_at"] is None) == (ttl is None)
+    status, data = client.ask(kept, {"ttl_seconds": -1}, method="PUT")
+    assert (status, "ttl_seconds: got -1, allowed" in data.decode()) == (400, True)
     assert client.json(f"{listing}/sampler_weights/first", method="DELETE") == {}
     assert client.json(listing, method="GET")["checkpoints"] == []
     missing = {"session_id": session, "sampling_session_seq_id": 2, "model_path": path}

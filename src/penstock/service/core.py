@@ -399,8 +399,7 @@ class ServiceCore:
             sampler = f"{session}:sample:{fields['sampling_session_seq_id']}"
             self._add_sampler(sampler, owner, None, folder, made["digest"])
             return {"sampling_session_id": sampler}
-        kind, ttl = _KINDS[command.kind], fields.get("ttl_seconds")
-        name = name or f"step-{command.seq}"
+        kind, name = _KINDS[command.kind], name or f"step-{command.seq}"
         path = f"tinker://{command.line}/{kind}/{name}"
         self.log.query(
             "INSERT OR REPLACE INTO checkpoints VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -413,7 +412,7 @@ class ServiceCore:
                 kind,
                 made["size_bytes"],
                 time.time(),
-                time.time() + float(ttl) if ttl else None,
+                _expiry(fields.get("ttl_seconds")),
                 json.dumps(fields.get("user_metadata")),
             ),
         )
@@ -452,6 +451,11 @@ class ServiceCore:
         if not rows:
             raise NotFound(f"path: got {path!r}, allowed: a checkpoint of this key")
         remove_weights(self.log, self.folder, rows[0][0])
+
+    def keep_checkpoint(self, owner: str, path: str, ttl: object) -> None:
+        """Let a checkpoint live so many seconds from now; None: until it is deleted."""
+        self.checkpoint(owner, path)
+        self.log.query("UPDATE checkpoints SET expires_at = ? WHERE path = ?", (_expiry(ttl), path))
 
     def _source(self, command: Command) -> dict[str, Any]:
         """Where the checkpoint of a load_weights lies, and of what kind of model it is."""
@@ -523,11 +527,19 @@ def _number(text: str) -> int:
 
 def _check_checkpoint(fields: dict[str, Any]) -> None:
     """Refuse a checkpoint whose name is no name of a file, or whose time to live is no time."""
-    name, ttl = fields.get("path"), fields.get("ttl_seconds")
+    name = fields.get("path")
     if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise UserError(f"path: got {name!r}, allowed: letters, digits, dot, dash, underscore")
-    if ttl is not None and not (isinstance(ttl, int | float) and 0 < ttl < 1e10):
+    _expiry(fields.get("ttl_seconds"))
+
+
+def _expiry(ttl: object) -> float | None:
+    """When a checkpoint with this time to live from now is deleted; None: never."""
+    if ttl is None:
+        return None
+    if not (isinstance(ttl, int | float) and 0 < ttl < 1e10):
         raise UserError(f"ttl_seconds: got {ttl!r}, allowed: seconds above 0")
+    return time.time() + ttl
 
 
 def iterate_models(log: CommandLog) -> Iterator[tuple[str, Command]]:

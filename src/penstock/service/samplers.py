@@ -126,8 +126,12 @@ class Samplers:
         adapter, whole = (f"{folder}@{digest}", "") if is_adapter else ("", folder)
         requests = self._requests(name, fields, prompt, adapter)
         ask = _Scores(fields, prompt, self._models.vocabulary)
-        async with self._turn(whole, digest, settings):
-            generations = await self._engines.pool.generate_many(requests)
+        room, wanted = self._models.longest - len(prompt), requests[0].sampling.max_tokens
+        if ask.asks_anything and (room, wanted) == (0, 1):  # so the SDK asks for log-probs alone
+            generations = [_no_tokens(request) for request in requests]
+        else:
+            async with self._turn(whole, digest, settings):
+                generations = await self._engines.pool.generate_many(requests)
         if failed := [g for g in generations if g.finish_reason in ("error", "abort")]:
             raise EngineError(f"sampling failed: {failed[0].error or 'the engine was stopped'}")
         answer: dict[str, Any] = {"sequences": [_sequence(g) for g in generations]}
@@ -247,7 +251,7 @@ def sampling_params(params: Mapping[str, Any], room: int) -> SamplingParams:
         temperature=float(numbers[0]),
         top_k=max(0, int(numbers[2])),
         top_p=float(numbers[1]),
-        max_tokens=room if longest is None else int(longest),
+        max_tokens=max(1, room) if longest is None else int(longest),
         stop_token_ids=ids,
         stop=texts,
         ends=stop is None or bool(stops),
@@ -282,6 +286,11 @@ def _table(ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
         "k": ids.shape[1],
         "length": ids.shape[0],
     }
+
+
+def _no_tokens(request: GenerationRequest) -> Generation:
+    nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return Generation(request.request_id, *nothing, segments=(), finish_reason="length")
 
 
 def _sequence(generation: Generation) -> dict[str, Any]:

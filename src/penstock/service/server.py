@@ -209,9 +209,15 @@ class Server:
         self.core.delete_checkpoint(owner, f"tinker://{fields['run']}/{fields['checkpoint']}")
         return {}
 
+    def _keep(self, owner: str, fields: Fields) -> Fields:
+        path = f"tinker://{fields['run']}/{fields['checkpoint']}"
+        self.core.keep_checkpoint(owner, path, fields.get("ttl_seconds"))
+        return {}
+
     def _sampler(self, owner: str, fields: Fields) -> Fields:
         sampler = self.core.sampler(owner, fields["sampler"])
-        name = {"sampler_id": fields["sampler"], "base_model": self.core.base_names[0]}
+        base = resolve_model_path(self.core.config.model.path)  # the SDK loads its tokenizer by it
+        name = {"sampler_id": fields["sampler"], "base_model": base}
         return {**name, "model_path": sampler["model_path"]}
 
     def _heartbeat(self, owner: str, fields: Fields) -> Fields:
@@ -263,6 +269,7 @@ _PATHS: dict[tuple[str, str], Answer] = {
     ("GET", "training_runs/{run}"): Server._one_run,
     ("GET", "training_runs/{run}/checkpoints"): Server._checkpoints,
     ("DELETE", "training_runs/{run}/checkpoints/{checkpoint:path}"): Server._delete,
+    ("PUT", "training_runs/{run}/checkpoints/{checkpoint:path}/ttl"): Server._keep,
 }
 
 
