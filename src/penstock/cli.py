@@ -363,15 +363,12 @@ def init(
     data: Annotated[
         str | None, typer.Option(help="Your data; empty: a sample of sums is written.")
     ] = None,
+    eval_data: Annotated[str | None, typer.Option(help="Other problems, to evaluate.")] = None,
     reward: Annotated[
         str | None, typer.Option(help="tags, boxed, or own: a reward.py.", show_default="tags")
     ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest response in tokens.")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Updates of the run.", show_default="20")
-    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest response.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Updates.", show_default="20")] = None,
 ) -> None:
     """Write a commented config, a reward and sample data that train as they are; ask what is not given."""
     from penstock.config.starter import DEMO_TOKENS, OTHER_TOKENS, Answers, write_starter
@@ -384,9 +381,12 @@ def init(
         return typer.prompt(question, default=default, type=type(default), err=True)
 
     model = ask("Model: a folder, a hub name, or demo", model, "demo")
+    data = ask("Data: a file with prompts and answers (empty: write a sample)", data, "")
+    held_out = "Evaluation data: a file with other problems (empty: none)"
     answers = Answers(
         model=model,
-        data=ask("Data: a file with prompts and answers (empty: write a sample)", data, ""),
+        data=data,
+        eval_data=ask(held_out, eval_data, "") if data else eval_data or "",
         reward=ask("Reward: tags, boxed, or own (a reward.py)", reward, "tags"),
         max_tokens=ask(
             "Longest response in tokens",

@@ -101,7 +101,19 @@ def test_every_config_that_init_writes_is_valid(
     assert "--data: got 'own.jsonl', allowed: a file that exists" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
     (tmp_path / "own.jsonl").touch()
+    assert penstock(monkeypatch, *words, "--eval-data", "held.jsonl") == 2
+    assert "--eval-data: got 'held.jsonl', allowed: a file that" in capsys.readouterr().err
+    (tmp_path / "held.jsonl").touch()
+    assert penstock(monkeypatch, *words, "--eval-data", "held.jsonl") == 0
+    text = (tmp_path / "x" / "train.toml").read_text()
+    (tmp_path / "best.toml").write_text(text.replace("# keep_best", "keep_best"))
+    best = load_config("best.toml").config
+    assert best.eval.tasks["test"].data == "../held.jsonl"
+    assert best.checkpoint.keep_best == "test/accuracy"
+    for path in (tmp_path / "x").iterdir():
+        path.unlink()
     assert penstock(monkeypatch, *words) == 0
+    assert "# [eval.tasks.test]" in (tmp_path / "x" / "train.toml").read_text()
     config = load_config("x/train.toml").config
     assert (config.model.path, config.sampling.max_tokens) == (model, 77)
     assert config.tasks["train"].data == "x/../own.jsonl"
@@ -190,6 +202,18 @@ def test_check_says_what_would_be_found(server: CrashServer) -> None:
     assert "If the run stays like these prompts:" in said
     assert "are cut off at max_tokens" in said
     assert "sampling.max_tokens=4" in said
+
+
+def test_check_counts_prompts_that_are_repeated_or_evaluated(
+    server: CrashServer, tmp_path: Path
+) -> None:
+    row = SUMS.read_text().splitlines()[0]
+    (tmp_path / "twice.jsonl").write_text(f"{row}\n{row}\n")
+    data = f"tasks.train.data={tmp_path}/twice.jsonl"
+    assert server.run("check", *SMALL, data, f"eval.tasks.heldout.data={tmp_path}/twice.jsonl") == 0
+    said = " ".join(server.output().split())
+    assert "note: tasks.train: 1 of 2 prompts are repeated" in said
+    assert "2 of 2 problems of eval.tasks.heldout are prompts of tasks.train" in said
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ class Answers:
 
     model: str = "demo"  # a folder or hub name
     data: str = ""  # a file with prompts and answers; empty: write a sample
+    eval_data: str = ""  # beside data: one with other problems; empty: nothing is evaluated
     reward: RewardKind = "tags"
     max_tokens: int = 0  # of a response; 0: what suits the model
     steps: int = 20
@@ -40,9 +41,12 @@ def write_starter(folder: Path, answers: Answers) -> list[Path]:
     """Write the files into a folder that has none of them; return their paths, the config first."""
     if answers.reward not in REWARD_KINDS:
         raise UserError(f"--reward: got {answers.reward!r}, allowed: {', '.join(REWARD_KINDS)}")
-    _, missing = beside({"tasks": {"train": {"data": answers.data}}}, Path())
-    for text in missing.values():
-        raise UserError(f"--data: {text}")
+    if answers.eval_data and not answers.data:
+        raise UserError(f"--eval-data: got {answers.eval_data!r} without --data, allowed: both")
+    for option, name in (("--data", answers.data), ("--eval-data", answers.eval_data)):
+        _, missing = beside({"tasks": {"train": {"data": name}}}, Path())
+        for text in missing.values():
+            raise UserError(f"{option}: {text}")
     files = {"train.toml": _config(folder, answers)}
     if answers.reward == "own":
         files["reward.py"] = _template("reward.txt").template
@@ -83,7 +87,6 @@ def _config(folder: Path, answers: Answers) -> str:
     data = _from(folder, answers.data) or "train.jsonl"
     system = "" if demo else f"system_prompt = {toml_value(_ASK[answers.reward])}\n"
     rewards = _reward(answers)
-    evaluation = "" if answers.data else _template("evaluation.toml").substitute(rewards=rewards)
     return _template("train.toml").substitute(
         path=(folder / "train.toml").as_posix(),
         model=toml_value(_from(folder, answers.model)),
@@ -94,8 +97,19 @@ def _config(folder: Path, answers: Answers) -> str:
         steps=answers.steps,
         groups=32 if demo else 16,
         lr="1e-4" if demo else "1e-6",
-        evaluation=evaluation,
+        evaluation=_evaluation(folder, answers),
     )
+
+
+def _evaluation(folder: Path, answers: Answers) -> str:
+    """The tables of the evaluation; as comments if there is nothing yet to evaluate on."""
+    data = answers.eval_data if answers.data else "test.jsonl"
+    text = _template("evaluation.toml").substitute(
+        rewards=_reward(answers),
+        data=toml_value(_from(folder, data) or "test.jsonl"),
+        every=max(1, min(10, answers.steps // 2)),
+    )
+    return text if data else "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
 
 
 def _template(name: str) -> Template:

@@ -46,7 +46,8 @@ def print_summary(console: Console, folder: RunFolder) -> None:
         _path(console, "model", str(model))
         _path(console, "next", f"penstock rollouts {folder.path}")
         _path(console, "next", f"penstock chat {folder.path}")
-        _path(console, "next", f"penstock export {folder.path} --to FOLDER")
+        best = "--step best " if folder.config().checkpoint.keep_best else ""
+        _path(console, "next", f"penstock export {folder.path} {best}--to FOLDER")
 
 
 def _time(figures: Figures, worked: float | None) -> str:

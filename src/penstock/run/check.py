@@ -39,7 +39,7 @@ from penstock.rollout.agent.single_turn import ask_policy
 from penstock.rollout.taught import taught
 from penstock.run.fit import Fit, fitted
 from penstock.run.job import open_agent, open_reward, open_trainer, serve_agents
-from penstock.run.run_data import RunData, count_steps
+from penstock.run.run_data import RunData, count_steps, duplicates, overlaps
 from penstock.store.journal import Journal
 from penstock.types import Batch, Group, Rollout, Status
 from penstock.waits import Waits
@@ -165,7 +165,9 @@ async def _probe_rewards(config: Config, data: RunData) -> None:
 def _look(config: Config, data: RunData) -> Rehearsal:
     """Count and measure the data."""
     seen = Rehearsal(config=config, total_steps=count_steps(config, data.train))
-    seen.facts = measure(config, data.by_key())
+    asked = {name: list(dataset.messages()) for name, dataset in data.evaluation.items()}
+    seen.facts = measure(config, data.by_key()) | overlaps(data.train, asked)
+    seen.notes += duplicates(data.train)
     seen.notes += data.chat.end_tokens.difference(data.chat.tokenizer)
     for name, dataset in data.train.items():
         lengths = sorted(len(dataset[index].token_ids) for index in range(min(len(dataset), 1000)))
