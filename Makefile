@@ -48,8 +48,8 @@ PART ?= 1/1
 test-long: $(DEV_STAMP)  ## the long sweeps: more algorithms, examples and load; PART=2/3 for the second third
 	$(PYTEST) -m "slow and not ray" --part $(PART)
 
-test-ray: $(DEV_STAMP)  ## the tests that start Ray clusters
-	$(PYTEST) -m ray
+test-ray: $(DEV_STAMP)  ## the tests that start Ray clusters; PART=2/3 for the second third
+	$(PYTEST) -m ray --part $(PART)
 
 test-gpu: $(DEV_STAMP)  ## the tests that need a GPU, or run on a stand-in without one
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \

@@ -204,7 +204,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left: list[pytest.Item] = []
     others: list[pytest.Item] = []
     for item in items:
-        is_in_part = zlib.crc32(item.nodeid.encode()) % parts == number - 1
+        # the tests of a file with Ray use one cluster, in their order
+        name = item.path.name if item.get_closest_marker("ray") else item.nodeid
+        is_in_part = zlib.crc32(name.encode()) % parts == number - 1
         (left if is_in_part else others).append(item)
     if others:
         config.hook.pytest_deselected(items=others)
