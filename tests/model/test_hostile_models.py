@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 from penstock import cli
+from penstock.config import ModelConfig
+from penstock.config.memory import count_parameters
 from penstock.data import chat
 from penstock.data.chat import load_tokenizer
 from penstock.errors import UserError
@@ -75,6 +78,118 @@ def test_code_of_a_model_is_not_imported_unless_the_config_says_so(
     with contextlib.suppress(UserError):  # or a tokenizer without that code
         load_tokenizer(model)
     assert not (tmp_path / "pwned").exists()
+
+
+Header = dict[str, Any]
+EMBEDDINGS = "model.embed_tokens.weight"
+
+
+def cut(header: Header, body: bytes) -> tuple[Header, bytes]:
+    return header, body[:-100]
+
+
+def made_larger(header: Header, body: bytes) -> tuple[Header, bytes]:
+    header[EMBEDDINGS]["shape"][0] *= 2
+    return header, body
+
+
+def of_no_format(header: Header, body: bytes) -> tuple[Header, bytes]:
+    header[EMBEDDINGS]["dtype"] = "F13"
+    return header, body
+
+
+def without_json(header: Header, body: bytes) -> tuple[bytes, bytes]:
+    return b"{" * 50, body
+
+
+def of_a_list(header: Header, body: bytes) -> tuple[bytes, bytes]:
+    return b"[1, 2]", body
+
+
+def nested(header: Header, body: bytes) -> tuple[bytes, bytes]:
+    return b"[" * 200_000, body
+
+
+def write_weights(file: Path, change: Callable[[Header, bytes], tuple[Any, bytes]]) -> None:
+    old = file.read_bytes()
+    end = 8 + int.from_bytes(old[:8], "little")
+    header, body = change(json.loads(old[8:end]), old[end:])
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+@pytest.mark.parametrize(
+    "change", [cut, made_larger, of_no_format, without_json, of_a_list, nested]
+)
+def test_a_wrong_file_of_weights_is_one_line_that_names_it(
+    model: Path, change: Callable[[Header, bytes], tuple[Any, bytes]]
+) -> None:
+    file = model / "model.safetensors"
+    write_weights(file, change)
+    assert count_parameters(str(model)) >= 0, "what is asked before the model is loaded"
+    with pytest.raises(UserError) as told:
+        load(model)
+    assert str(told.value).startswith(
+        f"model.path: got {str(model)!r}, which cannot be loaded ({file}: "
+    )
+    assert len(str(told.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"12345", b"\xff" * 9000])
+def test_a_file_that_holds_no_weights_is_one_line_that_names_it(
+    model: Path, content: bytes
+) -> None:
+    (model / "model.safetensors").write_bytes(content)
+    assert count_parameters(str(model)) == 0
+    with pytest.raises(UserError, match=r"model\.safetensors: Error while deserializing header"):
+        load(model)
+
+
+@pytest.mark.parametrize("index", ["{nope", "{}", "[1]"])
+def test_a_wrong_index_of_weights_is_one_line(model: Path, index: str) -> None:
+    (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    (model / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=r"model\.path: got .*, which cannot be loaded"):
+        load(model)
+
+
+def rewrite(file: Path, **settings: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def test_weights_that_contradict_the_config_are_named_with_both_shapes(model: Path) -> None:
+    rewrite(model / "config.json", vocab_size=17)
+    with pytest.raises(
+        UserError, match=rf"whose {EMBEDDINGS} is \[106, 128\] in its files and \[17, 128\] by"
+    ):
+        load(model)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": "4"},
+        {"vocab_size": -3},
+        {"model_type": ["qwen3"]},
+        {"rope_scaling": "x"},
+    ],
+    ids=str,
+)
+def test_a_config_that_no_model_has_is_one_line(model: Path, settings: dict[str, Any]) -> None:
+    rewrite(model / "config.json", **settings)
+    with pytest.raises(UserError, match=r"model\.path: got .*, which cannot be loaded") as told:
+        load(model)
+    assert len(str(told.value).splitlines()) == 1
+    with contextlib.suppress(UserError):  # what does not concern a tokenizer may pass
+        load_tokenizer(model)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "end"}'])
+def test_a_generation_config_that_cannot_be_read_is_named(model: Path, text: str) -> None:
+    (model / "generation_config.json").write_text(text)
+    with pytest.raises(UserError, match=r"generation_config\.json: cannot be read"):
+        assert chat.ChatTemplate.from_config(ModelConfig(path=str(model))).end_tokens
 
 
 ODD_TEMPLATES = {

@@ -141,11 +141,18 @@ def count_parameters(model: str) -> int:
 
 
 def _numbers_of(path: Path) -> int:
-    """Read a safetensors header: eight bytes of length, then JSON with every tensor's shape."""
+    """Read a safetensors header: eight bytes of length, then JSON with every tensor's shape.
+
+    0 of a file without one: it is refused where the model is loaded.
+    """
     with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    tensors = (tensor for name, tensor in header.items() if name != "__metadata__")
-    return sum(math.prod(tensor["shape"]) for tensor in tensors)
+        length = min(int.from_bytes(file.read(8), "little"), path.stat().st_size)
+        try:
+            header = json.loads(file.read(length))
+            tensors = (tensor for name, tensor in header.items() if name != "__metadata__")
+            return sum(math.prod(tensor["shape"]) for tensor in tensors)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return 0
 
 
 def moment_bytes(kind: str) -> int:

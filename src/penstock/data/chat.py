@@ -39,6 +39,7 @@ _CHECKS = 20  # of both limits, until the time is over
 _LONG_TEXT, _LONG_FACTOR = 2**20, 10  # characters, and how many times as long as its conversation
 _CUT = "ꙮ⁂ꙮ"  # rendered text is tokenised in pieces: no token spans a cut, and templates print it
 _TOKENIZER_OR_MODEL = ("tokenizer_config.json", "config.json")
+_LONGEST_REASON = 300  # characters of what a library says of a tokenizer
 _HUB_S = 5.0  # in which the hub must answer
 
 
@@ -75,14 +76,16 @@ def load_tokenizer(
     """Load the tokenizer of a folder or hub name; `demo` is the policy that ships with Penstock."""
     path = _folder_or_name(path)
     _check_folder(path)
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
+    wrong_files = OSError, ValueError, KeyError, TypeError, AttributeError, ImportError
     try:
         return AutoTokenizer.from_pretrained(
             str(path), trust_remote_code=trust_remote_code, local_files_only=not download
         )
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except (*wrong_files, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
         raise UserError(
             f"tokenizer: got {str(path)!r}, allowed: a folder or hub name of a transformers "
             f"tokenizer ({reason})"
@@ -572,5 +575,11 @@ def _ids_of_file(model: str, name: str) -> list[int]:
         file = cached_file(model, name)
     except (OSError, ValueError):  # no such file, or `model` is neither a folder nor a hub name
         return []
-    settings = json.loads(Path(file).read_text("utf-8")) if file else {}
-    return _ids(settings.get("eos_token_id", settings.get("text_config", {}).get("eos_token_id")))
+    try:
+        settings = json.loads(Path(file).read_text("utf-8")) if file else {}
+        text = settings.get("text_config", {})
+        return _ids(settings.get("eos_token_id", text.get("eos_token_id")))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{file}: cannot be read ({error}), allowed: JSON whose eos_token_id is a token id or a list of them"
+        ) from error

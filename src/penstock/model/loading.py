@@ -10,10 +10,13 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 
 from penstock.config import ModelConfig
 from penstock.errors import UserError
@@ -22,6 +25,20 @@ from penstock.waits import tell_stage
 
 log = logging.getLogger(__name__)
 
+# what libraries raise for files that are no model of theirs
+WRONG_FILES = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,  # among others: a model that knows its own kinds of attention only
+    ArithmeticError,
+    AttributeError,
+    RuntimeError,  # experts that are not all there
+    UnpicklingError,  # a pickle with more than tensors
+    SafetensorError,
+    StrictDataclassError,
+)
+_LONGEST_REASON = 300  # characters
 _LAYER = re.compile(r".*?\.layers\.\d+(?=\.)")
 
 
@@ -84,22 +101,39 @@ def load_causal_lm(
                 dtype=dtype,
                 attn_implementation=attention,
                 trust_remote_code=trust_remote_code,
+                ignore_mismatched_sizes=True,  # refused below, by name
                 output_loading_info=True,
             )
-    except (
-        OSError,
-        ValueError,
-        UnpicklingError,  # a pickle with more than tensors
-        KeyError,  # a model that knows its own kinds of attention only
-        RuntimeError,  # sizes that contradict the config, experts that are not all there
-    ) as error:
-        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    except WRONG_FILES as error:
         raise UserError(
-            f"model.path: got {path!r}, which cannot be loaded ({reason}); "
+            f"model.path: got {path!r}, which cannot be loaded ({_reason(path, error)}); "
             "allowed: a folder or hub name of a transformers causal LM"
         ) from error
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, stored, expected = mismatched[0]
+        raise UserError(
+            f"model.path: got {path!r}, whose {name} is {list(stored)} in its files and {list(expected)} by its "
+            f"config.json ({len(mismatched)} such weights), allowed: a config.json of this checkpoint"
+        )
     _check_report(model, path, report["missing_keys"], report["unexpected_keys"])
     return model.to(device).eval()
+
+
+def _reason(path: str, error: Exception) -> str:
+    """What is wrong, in one line; with the file of weights, which safetensors does not name."""
+    from transformers.utils import cached_file
+
+    words = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST_REASON]
+    if not isinstance(error, SafetensorError):
+        return words
+    config = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
+    for file in sorted(Path(config).parent.glob("*.safetensors")) if config else ():
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as reason:
+            return f"{file}: {reason}"
+    return words
 
 
 def _check_report(model: Any, path: str, missing: Iterable[str], unexpected: Iterable[str]) -> None:

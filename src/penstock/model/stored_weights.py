@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.model.loading import quiet_transformers
+from penstock.model.loading import WRONG_FILES, quiet_transformers
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -154,7 +154,6 @@ def build(
     None if the files do not hold exactly the parameters of the model, under their names: such a model is
     loaded whole.
     """
-    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     try:
@@ -171,7 +170,7 @@ def build(
                 )
             with contextlib.suppress(OSError):  # without a file, it is made from the config
                 model.generation_config = GenerationConfig.from_pretrained(path)
-    except (OSError, ValueError, SafetensorError):  # loading the whole model says what is wrong
+    except WRONG_FILES:  # loading the whole model says what is wrong
         return None
     if model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict:
         return None  # parts of such a model have another dtype
