@@ -443,3 +443,36 @@ def test_a_fault_while_weights_arrive_ends_the_engine_with_its_traceback() -> No
         await engine.close()
 
     run(main)
+
+
+@pytest.mark.parametrize("stop", [tiny.VOCABULARY, 10**30, -1])
+def test_a_stop_token_that_the_model_lacks_is_the_mistake_of_its_request(stop: int) -> None:
+    async def main() -> None:
+        engine = make_engine()
+        await engine.start()
+        with pytest.raises(UserError, match=rf"got stop token ids \[{stop}\], allowed: 0 to 63"):
+            await engine.generate(tiny.request("odd", stop_token_ids=(stop,), min_tokens=2))
+        assert (await engine.generate(tiny.request("good"))).finish_reason != "error"
+        await engine.close()
+
+    run(main)
+
+
+def test_an_end_of_the_model_beyond_its_vocabulary_is_none() -> None:
+    """As of a generation config whose tokenizer has grown: it cannot be sampled, so nothing bans it."""
+
+    def load() -> torch.nn.Module:
+        model = tiny.tiny_model(0, "penstock")
+        model.generation_config.eos_token_id = [tiny.EOS, tiny.VOCABULARY]
+        return model
+
+    async def main() -> None:
+        options = TransformersOptions(max_slots=4, max_tokens_in_flight=4096)
+        engine = TransformersEngine(load, fetch=tiny.fetch, options=options, text_of=tiny.text_of)
+        await engine.start()
+        generation = await engine.generate(tiny.request("early", min_tokens=4))
+        await engine.close()
+        assert len(generation.token_ids) >= 4
+        assert tiny.EOS not in generation.token_ids[:3]
+
+    run(main)

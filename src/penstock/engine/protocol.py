@@ -193,6 +193,10 @@ def check_request(
                 f"{name}: got token ids from {ids.min()} to {ids.max()}, "
                 f"allowed: 0 to {vocabulary - 1}"
             )
+    if vocabulary and any(not 0 <= stop < vocabulary for stop in sampling.stop_token_ids):
+        raise UserError(
+            f"{name}: got stop token ids {list(sampling.stop_token_ids)}, allowed: 0 to {vocabulary - 1}"
+        )
     if sampling.max_tokens < 1 or sampling.min_tokens > sampling.max_tokens:
         raise UserError(
             f"{name}: got min_tokens {sampling.min_tokens} and max_tokens {sampling.max_tokens}, "

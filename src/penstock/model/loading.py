@@ -165,13 +165,9 @@ def _some(names: list[str]) -> str:
 
 
 def add_end_ids(model: Any, ids: Iterable[int]) -> None:
-    """Let responses of this model end at these ids too; a saved model keeps them.
-
-    Ids beyond the vocabulary, of a tokenizer that has grown, cannot be sampled.
-    """
-    vocabulary = model.config.get_text_config().vocab_size
+    """Let responses of this model end at these ids too; a saved model keeps them."""
     own = end_ids(model)
-    ends = tuple(dict.fromkeys((*own, *(token for token in ids if token < vocabulary))))
+    ends = tuple(dict.fromkeys((*own, *_in_vocabulary(model, ids))))
     if ends != own:
         model.generation_config.eos_token_id = list(ends)
 
@@ -185,11 +181,17 @@ def exact_attention(model: Any) -> str:
 
 def end_ids(model: Any) -> tuple[int, ...]:
     """The ids that end a response of this model; the engine bans them up to min_tokens."""
-    for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
+    for config in (getattr(model, "generation_config", None), model.config):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:
-            return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+            return _in_vocabulary(model, ids if isinstance(ids, (list, tuple)) else [int(ids)])
     return ()
+
+
+def _in_vocabulary(model: Any, ids: Iterable[int]) -> tuple[int, ...]:
+    """Without ids beyond it, of a tokenizer that has grown: they cannot be sampled."""
+    vocabulary = model.config.get_text_config().vocab_size
+    return tuple(token for token in ids if token < vocabulary)
 
 
 @contextlib.contextmanager
