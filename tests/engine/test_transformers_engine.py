@@ -476,3 +476,18 @@ def test_an_end_of_the_model_beyond_its_vocabulary_is_none() -> None:
         assert tiny.EOS not in generation.token_ids[:3]
 
     run(main)
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 10**30}, {"temperature": float("nan")}])
+def test_a_number_that_no_sampling_has_is_the_mistake_of_its_request(
+    sampling: dict[str, float],
+) -> None:
+    async def main() -> None:
+        engine = make_engine()
+        await engine.start()
+        with pytest.raises(UserError, match=r"request odd: got temperature .*, top_k .*, allowed"):
+            await engine.generate(tiny.request("odd", **sampling))
+        assert (await engine.generate(tiny.request("good", top_k=2**31))).finish_reason != "error"
+        await engine.close()
+
+    run(main)

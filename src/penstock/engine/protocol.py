@@ -202,10 +202,10 @@ def check_request(
             f"{name}: got min_tokens {sampling.min_tokens} and max_tokens {sampling.max_tokens}, "
             "allowed: max_tokens >= 1 and not below min_tokens"
         )
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+    if not (sampling.temperature >= 0 and 0 < sampling.top_p <= 1 and 0 <= sampling.top_k < 2**63):
         raise UserError(
             f"{name}: got temperature {sampling.temperature}, top_p {sampling.top_p}, top_k "
-            f"{sampling.top_k}, allowed: temperature >= 0, 0 < top_p <= 1, top_k >= 0"
+            f"{sampling.top_k}, allowed: temperature >= 0, 0 < top_p <= 1, 0 <= top_k < 2**63"
         )
 
 
