@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.config import RewardConfig, plugins
 from penstock.errors import RewardError, UserError
-from penstock.reward import REWARDS, VerifiableReward, build_reward, check
+from penstock.reward import REWARDS, VerifiableReward, build_reward, check, verifiable
 from penstock.types import Score
 from stages.reward_samples import prompt, rollout, tagged
 
@@ -181,3 +181,18 @@ def test_a_group_is_scored_one_by_one_where_no_part_needs_it_whole() -> None:
     assert [one.value for one in scores] == [1.0, 0.0]
     with pytest.raises(ValueError, match="2 rollouts and 1 prompts"):
         asyncio.run(reward.score_group(rollouts, [prompt("42")]))
+
+
+class NeverCloses:
+    async def score(self, rollout: Any, prompt: Any) -> float:
+        return 1.0
+
+    async def close(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_a_reward_that_never_closes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiable, "CLOSE_TIMEOUT_S", 0.01)
+    reward = build(part(), part(f"{__file__}:NeverCloses"))
+    with pytest.raises(RewardError, match=r"reward NeverCloses: close\(\) did not return within"):
+        asyncio.run(reward.close())

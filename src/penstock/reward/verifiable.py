@@ -23,6 +23,8 @@ from penstock.reward.user import UserFunction, UserObject
 from penstock.types import Prompt, Rollout, Score
 from penstock.waits import OpenWait, WaitKind, Waits
 
+CLOSE_TIMEOUT_S = 120.0  # of one part
+
 
 @dataclass(slots=True, frozen=True)
 class Part:
@@ -218,13 +220,21 @@ class VerifiableReward(Reward):
                 raise RewardError(f"reward {part.name}: {line}") from error
 
     async def close(self) -> None:
-        """End every part's workers, even if ending those of another part raises."""
-        outcomes = await asyncio.gather(
-            *(part.reward.close() for part in self.parts), return_exceptions=True
-        )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        """End every part's workers, even if ending those of another part raises or does not return."""
+        await _gather([_close_part(part) for part in self.parts])
+
+
+async def _close_part(part: Part) -> None:
+    deadline = asyncio.timeout(CLOSE_TIMEOUT_S)
+    try:
+        async with deadline:
+            await part.reward.close()
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        raise RewardError(
+            f"reward {part.name}: close() did not return within {CLOSE_TIMEOUT_S:g} s"
+        ) from None
 
 
 def _close_wait(wait: OpenWait, call: asyncio.Future[Any]) -> None:
