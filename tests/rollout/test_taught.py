@@ -130,7 +130,7 @@ def test_a_server_teaches_a_fork_of_a_run_without_teacher(
 
 def test_a_fork_asks_a_server_once_for_each_response(server: CrashServer) -> None:
     """Whatever kills it; a fork of the fork asks another server, and no longer the first one."""
-    plain, code = server.train("plain", IN_ORDER)
+    plain, code = server.train("untaught", IN_ORDER)
     assert code == 0, server.output()
     words = ("--algo", "distill", "algorithm.teacher=far")
 

@@ -16,9 +16,9 @@ from penstock.errors import RunError, UserError
 from penstock.files import whole_folder
 from penstock.store.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from penstock.store.journal import Journal
-from penstock.store.run_folder import CONFIG, METRICS, ORIGIN, RunFolder
+from penstock.store.run_folder import CONFIG, METRICS, ORIGIN, RESCORED, RunFolder
 
-_COPIED = (CONFIG, "configs", ORIGIN, METRICS, "rollouts.jsonl", "data", "eval")
+_COPIED = (CONFIG, "configs", ORIGIN, RESCORED, METRICS, "rollouts.jsonl", "data", "eval")
 _MOST_TRIES = 10  # a live run may prune the checkpoint that is being copied
 
 

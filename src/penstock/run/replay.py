@@ -27,7 +27,7 @@ from penstock.config.source import with_overrides
 from penstock.data.chat import ChatTemplate
 from penstock.data.identity import absolute_paths, code_fact, scorer_facts
 from penstock.engine.protocol import Generation, GenerationRequest
-from penstock.errors import EngineError, RewardError, UserError
+from penstock.errors import EngineError, RewardError, RunError, UserError
 from penstock.files import count, write_whole
 from penstock.inspection.track.logs import Notes
 from penstock.reward import VerifiableReward
@@ -43,12 +43,11 @@ from penstock.run.run_data import RunData
 from penstock.store import run_folder
 from penstock.store.checkpoint import CheckpointStore
 from penstock.store.journal import Journal
-from penstock.store.run_folder import Origin, RunFolder
+from penstock.store.run_folder import RESCORED, Origin, RunFolder
 from penstock.training.algo.method import algorithm_class, check_algorithm, run_settings
 from penstock.training.algo.settings import keep_group
 from penstock.types import Batch, Group, Rollout, Score, Status, StepReport
 
-SCORES_FILE = "rescored.jsonl"
 _AT_ONCE = 64  # groups
 
 
@@ -212,14 +211,23 @@ def describe(scores: NewScores) -> list[str]:
 
 def write_scores(folder: Path, scores: NewScores) -> None:
     lines = [json.dumps(asdict(score)) + "\n" for score in scores.values()]
-    write_whole(folder / SCORES_FILE, "".join(lines))
+    write_whole(folder / RESCORED, "".join(lines))
 
 
-def read_scores(folder: Path) -> NewScores:
-    """The scores of a fork; none if it trains with those that were recorded."""
-    path = folder / SCORES_FILE
+def read_scores(folder: RunFolder, expected: int | None) -> NewScores:
+    """The scores of a fork, so many; none if it trains with those that were recorded."""
+    path = folder.path / RESCORED
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else ()
-    return _by_rollout(map(_LINE.validate_json, lines))
+    try:
+        scores = _by_rollout(map(_LINE.validate_json, lines))
+    except ValueError:
+        raise RunError(f"{path}: it is damaged; fork the run again") from None
+    if expected is not None and len(scores) != expected:
+        raise RunError(
+            f"{path}: got the scores of {len(scores)} rollouts, allowed: all {expected} that the fork was made with; "
+            "fork the run again"
+        )
+    return scores
 
 
 CORRECTION = "token_truncate"  # of algorithms that have none of their own
@@ -303,7 +311,7 @@ def make_fork(
     settings = config.train.model_copy(update={"steps": steps, "episodes": None})
     config = config.model_copy(update={"train": settings})
     check_algorithm(config)
-    origin = Origin(run=str(parent.path.resolve()), steps=last, digest=digest)
+    origin = Origin(run=str(parent.path.resolve()), steps=last, digest=digest, rescored=len(scores))
     folder = run_folder.create(config, origin)
     if again:
         write_scores(folder.path, scores)
@@ -353,7 +361,7 @@ async def open_fork(folder: RunFolder, notes: Notes | None = None) -> AsyncItera
         base = lay_foundation(folder, notes or Notes(), stack)
         trainer = open_trainer(config, folder.logs, events=base.events)
         workers = await stack.enter_async_context(trainer)
-        scores = read_scores(folder.path)
+        scores = read_scores(folder, origin.rescored)
         source = RecordedBatches(
             recorded,
             base.journal,

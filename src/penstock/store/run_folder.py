@@ -38,6 +38,7 @@ _INSIDE = "RUN/"  # begins a path of data that is in the run folder, which may b
 _LOOKS_PASSED = 10_000  # tries; a look takes some microseconds
 LOST_AFTER = "lost after step "  # begins the name of a fact: what was seen of later steps
 CONFIG, JOURNAL, METRICS, ORIGIN = "config.toml", "journal.db", "metrics.jsonl", "origin.json"
+RESCORED = "rescored.jsonl"  # of a fork with other rewards
 
 
 @dataclass(slots=True, frozen=True)
@@ -247,7 +248,14 @@ class RunFolder:
     def origin(self) -> Origin | None:
         """Where a fork's rollouts came from; None if the run generated its own."""
         path = self.path / ORIGIN
-        return Origin(**json.loads(path.read_text())) if path.is_file() else None
+        if not path.is_file():
+            return None
+        try:
+            return Origin(**json.loads(path.read_text()))
+        except (TypeError, ValueError):
+            raise RunError(
+                f"fork {self.path}: its {ORIGIN} is damaged; fork the run again"
+            ) from None
 
 
 class Owner(StrEnum):
@@ -265,6 +273,9 @@ class Origin:
     run: str  # folder of the run that generated them
     steps: int  # number of steps of that run whose groups are used
     digest: str  # digest of its weights after the last of these steps
+    rescored: int | None = (
+        None  # rollouts with a score in RESCORED; None: an older version made the fork
+    )
 
 
 @dataclass(slots=True, frozen=True)
