@@ -45,12 +45,30 @@ def loop(folder: Path, kill_after: tuple[int, ...] = ()) -> dict[str, Any]:
         return seen
 
 
+REFUSED = {  # by what it is about: the SDK's class, and what is in the text
+    "loss": ("RequestFailedError", "loss_fn: got 'gspo', allowed: cross_entropy"),
+    "shape": (
+        "RequestFailedError",
+        "data[0].weights: got shape [3], allowed: that of target_tokens",
+    ),
+    "optimizer": ("RequestFailedError", "adam_params.learning_rate: got -1.0, allowed: from 0"),
+    "name": ("RequestFailedError", "path: got 'a/b', allowed: letters"),
+    "model": ("RequestFailedError", "base_model: got 'other', allowed: 'demo'"),
+    "rank": ("RequestFailedError", "lora_config.rank: got 1000000, allowed: 0 (all weights) to "),
+    "too long": ("RequestFailedError", "prompt + 1000000 new tokens, allowed: "),
+    "foreign": ("NotFoundError", "allowed: a checkpoint of this key"),
+}
+
+
 def test_the_sdk_trains_samples_and_loads_and_notices_no_kill(tmp_path: Path) -> None:
     undisturbed = loop(tmp_path / "undisturbed")
     assert undisturbed["losses"][-1] < undisturbed["losses"][0]
     assert undisturbed["loaded"][0] == undisturbed["loaded"][1]
-    assert "loss_fn: got 'gspo', allowed: cross_entropy" in undisturbed["refused"]
-    assert undisturbed["listed"] == ["a"]
+    assert undisturbed["listed"] == [["a", True]]  # with a time to live
+    assert (undisturbed["full"], undisturbed["tokenizer"]) == (0, 0)
+    for name, (kind, text) in REFUSED.items():
+        told = undisturbed["refused"][name]
+        assert (told[0], text in told[1]) == (kind, True), told
     disturbed = loop(tmp_path / "disturbed", kill_after=(2, 7))
     for name in ("tokens", "logprobs", "loaded", "losses"):
         assert len(disturbed[name]) == len(undisturbed[name])

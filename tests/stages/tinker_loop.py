@@ -2,12 +2,43 @@
 
 import json
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import tinker
 from tinker import types
 
 IDS = [1, 5, 6, 7, 8, 9, 10, 11]
 STEPS = 12
+
+
+def refusals(service: Any, trainer: Any, datum: Any, path: str) -> dict[str, list[str]]:
+    """The SDK's error class and its text for each mistake of a user; the same trainer makes several."""
+    short = types.Datum(
+        model_input=types.ModelInput.from_ints(IDS[:-1]),
+        loss_fn_inputs={"target_tokens": IDS[1:], "weights": [1.0] * 3},
+    )
+    prompt, long = types.ModelInput.from_ints(IDS), types.SamplingParams(max_tokens=10**6)
+    create = service.create_lora_training_client
+    base = service.create_sampling_client(base_model="demo")
+    foreign = tinker.ServiceClient(api_key="tml-somebody-else")
+    mistakes: dict[str, Callable[[], Any]] = {
+        "loss": lambda: trainer.forward_backward([datum], "gspo").result(),
+        "shape": lambda: trainer.forward_backward([short], "cross_entropy").result(),
+        "optimizer": lambda: trainer.optim_step(types.AdamParams(learning_rate=-1)).result(),
+        "name": lambda: trainer.save_state("a/b").result(),
+        "model": lambda: create(base_model="other", rank=4),
+        "rank": lambda: create(base_model="demo", rank=10**6),
+        "too long": lambda: base.sample(prompt, 1, long).result(),
+        "foreign": lambda: foreign.create_sampling_client(model_path=path),
+    }
+    told = {}
+    for name, mistake in mistakes.items():
+        try:
+            mistake()
+        except tinker.TinkerError as error:
+            told[name] = [type(error).__name__, str(error)]
+    return told
 
 
 def main() -> None:
@@ -31,19 +62,21 @@ def main() -> None:
     path = trainer.save_state("a").result().path
     again = service.create_training_client_from_state_with_optimizer(path)
     outputs = [c.forward([datum], "cross_entropy").result() for c in (trainer, again)]
-    refused = ""
-    try:
-        trainer.forward_backward([datum], "gspo").result()
-    except tinker.RequestFailedError as error:
-        refused = str(error)
+    [served] = service.get_server_capabilities().supported_models
+    full = types.ModelInput.from_ints(
+        (IDS * served.max_context_length)[: served.max_context_length]
+    )
+    tinker.RestClient().set_checkpoint_ttl_from_tinker_path(path, 3600).result()
     seen = {
         "losses": losses,
         "tokens": [list(sequence.tokens) for sequence in sampled.sequences],
         "logprobs": sampler.compute_logprobs(prompt).result(),
         "loaded": [output.metrics["loss:sum"] for output in outputs],
-        "refused": refused,
+        "refused": refusals(service, trainer, datum, path),
+        "full": len(sampler.compute_logprobs(full).result()) - served.max_context_length,
+        "tokenizer": len(sampler.get_tokenizer()) - len(trainer.get_tokenizer()),
         "listed": [
-            c.tinker_path.rpartition("/")[2]
+            [c.tinker_path.rpartition("/")[2], c.expires_at is not None]
             for c in tinker.RestClient().list_user_checkpoints().result().checkpoints
         ],
     }
