@@ -371,6 +371,8 @@ def test_a_model_that_the_hub_does_not_have_is_said_at_once(
     assert "model.path: got 'no-such/model', which is neither" in capsys.readouterr().err
     assert run(monkeypatch, "chat", "no-such/two words") == 2
     assert "model.path: got 'no-such/two words', allowed: " in capsys.readouterr().err
+    assert run(monkeypatch, "check", "tasks.train.data=hub:no-such/data") == 2
+    assert "tasks.train.data: got 'no-such/data', which is neither" in capsys.readouterr().err
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert run(monkeypatch, "generate", "no-such/model", "--prompt", "1+1") == 2
     assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err

@@ -113,6 +113,12 @@ class Own:
     async def close(self):
         pass
 
+class OwnWithoutClose:
+    async def score(self, rollout, prompt):
+        return 0.5
+
+an_object = OwnWithoutClose()
+
 class NotAReward:
     pass
 """
@@ -153,6 +159,8 @@ def score(reward: VerifiableReward, text: str = "abc", gold: str = "abc") -> Sco
         ("asynchronous", Score(0.5, {"asynchronous": 0.5}, note="half")),
         ("full", Score(2.0, {"full": 2.0, "full.a": 1.0}, True, False, "n")),
         ("Own", Score(1.0, {"Own": 1.0})),
+        ("OwnWithoutClose", Score(0.5, {"OwnWithoutClose": 0.5})),
+        ("an_object", Score(0.5, {"an_object": 0.5})),
     ],
 )
 def test_kinds_of_functions(name: str, expected: Score) -> None:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import numpy as np
 
@@ -43,21 +43,29 @@ _LONGEST_REASON = 300  # characters of what a library says of a tokenizer
 _HUB_S = 5.0  # in which the hub must answer
 
 
-def ask_hub(name: str, key: str) -> None:
-    """Raise a UserError unless the hub has the model; transformers would ask again for a minute and a half."""
-    is_here = Path(name).is_dir() or any(model_file(name, file) for file in _TOKENIZER_OR_MODEL)
+def ask_hub(name: str, key: str, kind: Literal["model", "dataset"] = "model") -> None:
+    """Raise a UserError unless the hub has it; transformers would ask again for a minute and a half."""
+    from huggingface_hub import constants, get_token
+
+    if kind == "dataset":  # in the cache of the hub, or in that of the package datasets
+        caches = Path(constants.HF_HUB_CACHE), Path(constants.HF_HOME) / "datasets"
+        patterns = f"datasets--{name.replace('/', '--')}", f"{name.split('/')[0]}___*"
+        found = (next(c.glob(p), None) for c, p in zip(caches, patterns, strict=True))
+        is_here = constants.HF_HUB_OFFLINE or any(found)
+    else:
+        is_here = Path(name).is_dir() or any(model_file(name, file) for file in _TOKENIZER_OR_MODEL)
     if is_here or name.count("/") != 1 or name.startswith((".", "/", "~")):
         return
     import httpx2
-    from huggingface_hub import constants, get_token
 
     what = f"{key}: got {name!r}, which is neither a folder nor in the cache of the hub"
-    allowed = "allowed: a model folder, or a hub name owner/name"
+    own = "model folder" if kind == "model" else "file that exists"
+    allowed = f"allowed: a {own}, or a hub name owner/name"
     if constants.HF_HUB_OFFLINE:
         raise UserError(f"{what}, and HF_HUB_OFFLINE is set; {allowed}")
     token = get_token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    address = f"{constants.ENDPOINT}/api/models/{name}"
+    address = f"{constants.ENDPOINT}/api/{kind}s/{name}"
     try:
         status = httpx2.get(address, headers=headers, timeout=_HUB_S).status_code
     except httpx2.HTTPError as error:
@@ -66,7 +74,7 @@ def ask_hub(name: str, key: str) -> None:
         ) from None
     if status in (401, 403, 404):
         raise UserError(
-            f"{what}; the hub has no such model, or not for you (HTTP {status}); {allowed}"
+            f"{what}; the hub has no such {kind}, or not for you (HTTP {status}); {allowed}"
         )
 
 

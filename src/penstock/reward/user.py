@@ -10,7 +10,7 @@ The parameters of a function tell which of five shapes it has:
 
 Every other parameter is an option of the reward, or a field of the data. A function is sync or async, and runs in
 a thread, so that slow code does not block the event loop (`call_threads.py`). An object needs no more than
-`score` and `close`.
+`score`; `close` is called if it has one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUM_THREADS = 8
 
 
 class UserObject(Reward):
-    """An object with `score` and `close` of a class that is no Reward."""
+    """An object with `score` of a class that is no Reward."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -45,7 +45,8 @@ class UserObject(Reward):
         return as_score(await self._target.score(rollout, prompt))
 
     async def close(self) -> None:
-        await self._target.close()
+        if hasattr(self._target, "close"):
+            await self._target.close()
 
 
 class UserFunction(Reward):

@@ -48,7 +48,7 @@ def make_part(
     reward: Reward
     if isinstance(target, type):
         reward = _build_class(name, target, config, max_tokens, ask_policy)
-    elif _has_score(target) and hasattr(target, "close"):
+    elif _has_score(target):
         check_option_names(name, config.options, [])
         reward = target if isinstance(target, Reward) else UserObject(target)
     elif callable(target):

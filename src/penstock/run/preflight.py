@@ -22,6 +22,7 @@ from penstock.config.server_url import server_url
 from penstock.data import validate_source
 from penstock.data.chat import ask_hub, load_tokenizer
 from penstock.data.dataset import FEEDBACK, HINT, first_prompts, gives_own_reward, teacher_template
+from penstock.data.source import hub_name
 from penstock.engine import ENGINES
 from penstock.errors import RewardError, UserError
 from penstock.inspection.track import TRACKERS
@@ -155,6 +156,8 @@ def check_tasks(key: str, tasks: Iterable[tuple[str, TaskDataConfig]]) -> None:
         for field in HINT.findall(teacher_template(task)):
             if field not in ("prompt", FEEDBACK):
                 readers["gt_answer" if field == "answer" else field] = "teacher_template"
+        if hub := hub_name(task.data):
+            ask_hub(hub, f"{where}.data", "dataset")
         try:
             validate_source(name, task, readers=readers)
         except UserError as error:
