@@ -175,7 +175,7 @@ class Run:
     def __repr__(self) -> str:
         means = [row["reward/mean"] for row in self.metrics if row.get("reward/mean") is not None]
         reward = f", reward {means[0]:.3f} -> {means[-1]:.3f}" if means else ""
-        return f"Run({str(self.path)!r}, {len(means)} steps{reward})"
+        return f"Run({str(self.path)!r}, {len(means)} step{'s' * (len(means) != 1)}{reward})"
 
 
 @_entrance

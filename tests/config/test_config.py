@@ -454,6 +454,25 @@ def test_a_file_that_is_in_neither_place_is_told_with_both(
         load_config("mine/train.toml").require_files()
     assert "tasks.a.rewards[0].type: got 'no.py'" in str(caught.value)
     load_config("mine/train.toml", ["tasks.a.rewards=[]"]).require_files()
+    path.write_text("[tasks.a]\ndata = 'parts/*.jsonl'\n")
+    both = f"tried {tmp_path / 'mine' / 'parts/*.jsonl'} and {tmp_path / 'parts/*.jsonl'}"
+    with pytest.raises(UserError, match=re.escape(both)):
+        load_config("mine/train.toml").require_files()
+    (tmp_path / "mine" / "parts").mkdir()
+    (tmp_path / "mine" / "parts" / "a.jsonl").touch()
+    assert load_config("mine/train.toml").config.tasks["a"].data == "mine/parts/*.jsonl"
+
+
+def test_a_file_of_the_user_imports_the_modules_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "worth_beside.py").write_text("WORTH = 7")
+    (tmp_path / "json.py").write_text("raise RuntimeError  # an installed module comes first")
+    (tmp_path / "reward.py").write_text(
+        "import json\nfrom worth_beside import WORTH\ndef score(response): return WORTH"
+    )
+    assert load("reward", f"{tmp_path}/reward.py:score", {})("") == 7
 
 
 @pytest.mark.parametrize(

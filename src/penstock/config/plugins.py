@@ -179,6 +179,8 @@ def _import_file(path: Path) -> Any:
         raise ImportError(f"not a Python file: {path}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(folder)  # of modules beside it, behind those that are installed
     spec.loader.exec_module(module)
     return module
 
@@ -232,6 +234,10 @@ def model_folder(checkpoint: Path) -> Path:
     return average if average.is_dir() else checkpoint / "model"
 
 
+def _is_there(path: Path) -> bool:
+    return path.exists() or ("*" in str(path) and bool(glob.glob(str(path))))
+
+
 def beside(tree: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The tree with each file of the config's folder named by its path from the shell's folder.
 
@@ -248,10 +254,10 @@ def beside(tree: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str
         is_model = key.rpartition(".")[2] in MODELS
         if name.startswith(("~", "RUN/")) or (is_bare and not is_model) or name == "demo":
             return name
-        if (folder / name).exists() or ("*" in name and glob.glob(str(folder / name))):
+        if _is_there(folder / name):
             return str(folder / name)
         is_file = is_code or Path(name).suffix in _DATA_FILES
-        if is_file and "*" not in name and not Path(name).exists():
+        if is_file and not _is_there(Path(name)):
             tried = dict.fromkeys(str((place / name).absolute()) for place in (folder, Path()))
             missing[key] = f"got {name!r}, allowed: a file that exists; tried {' and '.join(tried)}"
         return name

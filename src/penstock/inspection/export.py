@@ -20,7 +20,7 @@ from penstock.config import Config
 from penstock.config.plugins import model_folder
 from penstock.data.source import HUB
 from penstock.errors import PenstockError, RunError, UserError
-from penstock.files import say, visible, whole_folder
+from penstock.files import count, say, visible, whole_folder
 from penstock.inspection.audit import take_audit
 from penstock.inspection.record import RunRecord, read_run, take_figures
 from penstock.inspection.track.console import draw_curves
@@ -269,7 +269,7 @@ def _trust(folder: RunFolder, checkpoint: Checkpoint) -> str:
         f"- Largest staleness of a trained group: {audit.max_staleness_trained}, "
         f"allowed: {audit.max_staleness_allowed}."
     )
-    verdict = "every law holds" if audit.balanced else f"{len(audit.faults)} faults"
+    verdict = "every law holds" if audit.balanced else count(len(audit.faults), "fault")
     lines.append(f"- `penstock audit`: {verdict}.")
     lines += [f"  - {_cell(fault)}" for fault in audit.faults[:5]]
     return "\n".join(["## Audit", "", *lines])

@@ -414,7 +414,7 @@ def print_rehearsal(console: Console, seen: Rehearsal) -> int:
         console.print(Text(note), soft_wrap=True)
     if seen.errors:
         console.print()
-        said = f"{len(seen.errors)} responses failed, the first one: "
+        said = f"{count(len(seen.errors), 'response')} failed, the first one: "
         console.print(Text.assemble((said, "bold red"), seen.errors[0]), soft_wrap=True)
     if findings := seen.findings():
         console.print()

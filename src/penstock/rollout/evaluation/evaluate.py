@@ -254,7 +254,7 @@ def interval(means_G: np.ndarray, k: int) -> tuple[float, float]:
     variance = np.square(means_G - centre).sum() + extra * ((1 - centre) ** 2 + centre**2)
     verdict = centre * (1 - centre) * size
     count = min(len(means_G) * verdict / variance, len(means_G) * k)
-    return wilson(float(means_G.mean()), count)
+    return wilson(float(means_G.mean()), float(count))
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
