@@ -24,6 +24,7 @@ MORE = {  # file: its page
 }
 REFERENCE = "reference.md"
 _LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(\))")
+_NOWHERE = re.compile(r"\[([^\[\]]*)\]\(#\)")
 
 
 def write_pages(pages: Path) -> None:
@@ -53,7 +54,7 @@ def _moved(source: Path, page: Path, places: dict[Path, Path]) -> str:
         copy = Path(os.path.relpath(places[file], page.parent))
         return f"{match[1]}{copy.as_posix()}{match[3] or ''}{match[4]}"
 
-    return _LINK.sub(link, source.read_text("utf-8"))
+    return _NOWHERE.sub(r"\1", _LINK.sub(link, source.read_text("utf-8")))
 
 
 def _reference() -> str:

@@ -41,6 +41,7 @@ def test_every_link_of_the_site_leads_somewhere(
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
                 count += 1
+        assert "](#)" not in page.read_text("utf-8"), page.name
     assert count > 100
     assert "::: penstock.train" in (pages / "reference.md").read_text()
 
