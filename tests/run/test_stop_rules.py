@@ -36,6 +36,8 @@ def write_scores(folder: Path, *scores: float) -> None:
         ("test/accuracy stalls 2", [0.1, 0.5, 0.5, 0.6], False),
         ("reward/mean >= 0.7", [], True),
         ("reward/mean >= 0.8", [], False),
+        ("reward/mean >= .8", [], False),
+        ("reward/mean <= 1e+2", [], True),
         ("finding equal_rewards", [], True),
         ("finding truncated", [], False),
     ],

@@ -20,7 +20,7 @@ from penstock.inspection.findings import RULES
 from penstock.inspection.track.logs import Finding
 from penstock.rollout.evaluation.evaluate import read_scores
 
-_REACHED = re.compile(r"(\S+?)\s*(>=|<=)\s*(-?(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?)")
+_REACHED = re.compile(r"(\S+?)\s*(>=|<=)\s*(-?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)")
 _STALLS = re.compile(r"(\S+) stalls ([1-9]\d*)")
 _FINDING = re.compile(r"finding (\w+)")
 
