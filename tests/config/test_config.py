@@ -146,6 +146,10 @@ def test_the_resolved_tree_survives_toml() -> None:
         (["train.lr=inf"], ["train.lr: got inf, allowed: a finite number"]),
         (["train=3"], ["train: got 3, allowed: a table"]),
         (["sampling.stop=x"], ["sampling.stop: got 'x', allowed: a list"]),
+        (
+            ["sampling.stop=['x','']"],
+            ["sampling.stop: got ['x', ''], allowed: texts of at least one"],
+        ),
         (["model.path=3"], ["model.path: got 3, allowed: a text"]),
         (["eval.at_start=perhaps"], ["eval.at_start: got 'perhaps', allowed: true or false"]),
         (["train.lr.deep=1"], ["train.lr"]),

@@ -208,6 +208,13 @@ class SamplingConfig(Section):
     anneal: AnnealConfig = AnnealConfig()
     """Temperature annealing."""
 
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, texts: list[str]) -> list[str]:
+        if "" in texts:  # every text has it: each response would end at its first token
+            raise ValueError(f"got {texts}, allowed: texts of at least one character")
+        return texts
+
     @property
     def cuts_tokens(self) -> bool:
         """Whether some tokens are never sampled."""
