@@ -114,7 +114,8 @@ class LineFile:
 
     def append(self, lines: Sequence[str]) -> None:
         try:
-            self._write("".join(f"{line}\n" for line in lines).encode())
+            text = "".join(f"{line}\n" for line in lines)
+            self._write(text.encode("utf-8", "backslashreplace"))  # half a character as JSON has it
         except OSError as error:
             if not self._lost:
                 self._note(f"{self._path}: cannot write: {error.strerror}; the run continues")

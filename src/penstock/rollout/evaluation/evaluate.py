@@ -269,7 +269,7 @@ def _write_samples(
     path: Path, rollouts: list[Rollout], scores: list[Score], calls: KeptCalls | None
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for rollout, score in zip(rollouts, scores, strict=True):
             problem = cast(Prompt, rollout.prompt)
             line = {
