@@ -166,7 +166,8 @@ async def _train(config: Config, folder: RunFolder, *, resumed: bool, accept: bo
         NoteLog(folder.logs / "run.log").note(f"{kind}{' '.join(str(error).split())}")
         if kind and not isinstance(error, UserError):
             with suppress(OSError):  # the folder itself may be what is gone
-                (folder.logs / "traceback.txt").write_text(traceback.format_exc(), encoding="utf-8")
+                text = traceback.format_exc().encode("utf-8", "backslashreplace")
+                (folder.logs / "traceback.txt").write_bytes(text)
         raise
 
 

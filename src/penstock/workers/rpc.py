@@ -112,7 +112,7 @@ def append_to_log(folder: Path, name: str, text: str) -> str:
     path = folder / f"{name}.log"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as log:
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as log:
             log.write(f"{text.rstrip()}\n")
     except OSError as error:
         return f"{path}, not written: {error.strerror}"
