@@ -468,3 +468,14 @@ def test_a_resume_knows_that_a_metric_has_ended_the_run(capsys: pytest.CaptureFi
     )
     assert len(penstock.resume(run).metrics) == 1
     assert "was ended by train.stop_when (reward/mean <= 1)" in capsys.readouterr().err
+
+
+def test_an_agent_of_this_program_that_other_processes_would_import_is_refused() -> None:
+    async def waits(task: Any, model: Any) -> float:
+        return 1.0
+
+    for agent, options in ((lambda task, model: 1.0, {}), (waits, {"processes": 2})):
+        with pytest.raises(UserError, match=r"tasks.train.agent: got 'python:.* allowed: an async"):
+            penstock.train(
+                "demo", ROWS, agent=agent, steps=1, settings={"tasks.train.agent_options": options}
+            )

@@ -211,7 +211,7 @@ def train(
     model: folder or hub name of a transformers causal LM, or "demo".
     data: the prompts (docs/data.md). reward: what a response is worth (docs/rewards.md); default: the
     answer in <answer> tags. eval_data: problems that are evaluated at the start and the end.
-    agent: a function of (task, model) that makes a rollout (docs/agents.md), or its name.
+    agent: an async function of (task, model) that makes a rollout (docs/agents.md), or its name.
     steps or episodes: length of the run. columns, data_options: see docs/data.md.
     early_stop: rules such as "heldout/accuracy >= 0.95" (train.stop_when). keep_best: a score such as
     "heldout/accuracy", whose best checkpoint is kept. on_step: is called with the metrics of each step.

@@ -195,12 +195,23 @@ def _function(where: str, task: TaskDataConfig) -> tuple[Function | FunctionPool
     settings = read_options(key, FunctionOptions, options)
     arguments = dict(settings.model_extra or {})
     if settings.python:
+        _refuse_own(where, task, f"the option python = {settings.python!r}")
         return Pool(task.agent, settings.processes, settings.python), arguments
     function = plugins.load(f"{where}.agent", task.agent, AGENTS)
     check_function(f"{where}.agent", function, arguments)
     if inspect.iscoroutinefunction(function) and "processes" not in options:
         return function, arguments
+    _refuse_own(where, task, f"processes = {settings.processes}")
     return Pool(task.agent, settings.processes), arguments
+
+
+def _refuse_own(where: str, task: TaskDataConfig, why: str) -> None:
+    """Refuse a function of the Python program that began the run where other processes would import it."""
+    if task.agent.startswith(plugins.PYTHON):
+        raise UserError(
+            f"{where}.agent: got {task.agent!r}, a function of this program that is not async or has {why}, so that "
+            "other processes import it; allowed: an async function, or one of a file: FILE.py:NAME"
+        )
 
 
 # -- trying an agent before a model is trained with it ---------------------------------------------
