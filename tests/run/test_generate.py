@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from penstock import cli
 from penstock.config import Config
 from penstock.errors import UserError
-from penstock.run.generate import describe, generate_samples
+from penstock.run.generate import describe, generate_samples, talk
 
 
 def test_samples_of_the_demo_policy() -> None:
@@ -30,3 +33,28 @@ def test_an_unknown_engine_is_refused() -> None:
     config = Config.model_validate({"engine": {"name": "steam"}})
     with pytest.raises(UserError, match="transformers"):
         generate_samples(config, ["x"])
+
+
+def test_a_conversation_without_room_goes_on_after_a_reset() -> None:
+    config = Config.model_validate({"sampling": {"max_tokens": 8}})
+    told: list[str] = []
+    questions = [*["12+34 " * 12] * 5, "/reset", "12+34"]
+    asyncio.run(talk(config, questions, told.append, scored=False))
+    said = "".join(told).splitlines()
+    assert any("/reset begins a new one" in line for line in said)
+    assert said[-2] == "a new conversation"
+    assert said[-1]
+
+
+def test_a_model_can_be_asked_for_its_likeliest_response(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["penstock", "generate", "demo", "--prompt", "12+34", "sampling.max_tokens=8"]
+    for temperature, code in (("0", 0), ("hot", 2)):
+        monkeypatch.setattr("sys.argv", [*words, f"sampling.temperature={temperature}"])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        assert (left.value.code or 0) == code
+    printed = capsys.readouterr()
+    assert "prompt: 12+34" in printed.out
+    assert printed.err == "error: sampling.temperature: got 'hot', allowed: a number\n"

@@ -16,6 +16,7 @@ import numpy as np
 
 from penstock.config import Config, TaskDataConfig
 from penstock.config.demo import context_length
+from penstock.config.sections import overlay
 from penstock.data.chat import ChatTemplate
 from penstock.data.dataset import first_prompts, gives_own_reward
 from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine, SamplingParams
@@ -101,6 +102,15 @@ def describe(samples: Iterable[Sample]) -> Iterable[str]:
         yield "  " + " ".join(f"{token!r}:{logprob:.2f}" for token, logprob in pairs)
 
 
+def with_temperature(config: Config, temperature: str) -> Config:
+    """The config with another sampling.temperature; 0 is fine, as no task is trained."""
+    try:
+        sampling = overlay(config.sampling, {"temperature": temperature}, "sampling")
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return config.model_copy(update={"sampling": sampling})
+
+
 async def talk(
     config: Config, questions: Iterable[str], write: Callable[[str], None], *, scored: bool
 ) -> None:
@@ -121,8 +131,12 @@ async def talk(
                 write(f"{HELP}\n")
             elif question.strip():
                 is_first = not conversation.messages
-                async for piece in conversation.answer(question):
-                    write(piece)
+                try:
+                    async for piece in conversation.answer(question):
+                        write(piece)
+                except UserError as error:  # it has no room left: /reset makes some
+                    write(f"{error}\n")
+                    continue
                 write("\n")
                 if is_first and (record := known.get(question.strip())):
                     write(f"{await _reward(*record, conversation)}\n")
