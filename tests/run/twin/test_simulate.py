@@ -119,6 +119,16 @@ def test_evaluations_take_slots_from_training() -> None:
     assert result.seconds == pytest.approx(without.seconds + 3.0, rel=1e-2)
 
 
+def test_a_run_that_keeps_its_best_and_may_end_early_is_predicted_to_its_last_step() -> None:
+    words = ["eval.every_steps=2", "eval.tasks.heldout.data=addition", "eval.max_problems=8"]
+    saved = ["checkpoint.keep_best=heldout/accuracy", "train.stop_when=['heldout/reward <= 9']"]
+    profile = profile_of(evaluations={"heldout": 8}, checkpoint_s=1.0)
+    without = simulate(config_of(*words), profile)
+    result = simulate(config_of(*words, *saved), profile)
+    assert result.steps == without.steps == 6
+    assert result.seconds > without.seconds  # the checkpoints take their time
+
+
 def test_refused_groups_are_generated_in_vain() -> None:
     groups = [SeenGroup((10, 10), (1.0, 1.0)), SeenGroup((10, 10), (0.0, 1.0))]
     result = simulate(config_of("algorithm.filter_groups=true"), profile_of(groups=groups))

@@ -195,7 +195,12 @@ class _Twin:
 
     def __init__(self, config: Config, profile: Profile) -> None:
         track = config.track.model_copy(update={"rollouts_every_steps": 0})  # keeps no samples
-        self._config, self._profile = config.model_copy(update={"track": track}), profile
+        # modelled answers are never judged: no rule ends the run, and what is saved is that of a reward
+        train = config.train.model_copy(update={"stop_when": []})
+        best = config.checkpoint.keep_best.replace("/accuracy", "/reward")
+        checkpoint = config.checkpoint.model_copy(update={"keep_best": best})
+        changed = {"track": track, "train": train, "checkpoint": checkpoint}
+        self._config, self._profile = config.model_copy(update=changed), profile
         self._recorded = {name: _recorded(config, profile, name) for name in config.tasks}
         self._driver = DriverTime(profile)
         self._trainer = ModelledTrainer(profile, config.launch.num_consumers)
