@@ -462,10 +462,12 @@ def test_keeping_the_best_by_a_score_that_no_reward_gives_ends_at_the_first_eval
         )
 
 
-def test_a_resume_knows_that_a_metric_has_ended_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    run = penstock.train(
-        *("demo", ROWS, "boxed"), early_stop="reward/mean <= 1", steps=3, settings=SMALL, **TINY
-    )
+def test_a_run_that_a_metric_ends_is_evaluated_and_known_to_a_resume(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rule = {"early_stop": "reward/mean <= 1", "eval_data": ROWS[:2]}
+    run = penstock.train(*("demo", ROWS, "boxed"), steps=3, settings=SMALL, **rule, **TINY)
+    assert [row["step"] for row in run.evaluations] == [0, 1]  # the start and the end
     assert len(penstock.resume(run).metrics) == 1
     assert "was ended by train.stop_when (reward/mean <= 1)" in capsys.readouterr().err
 

@@ -52,6 +52,8 @@ class Loop:
                     reason = str(error)
                 if self.step < job.total_steps:
                     job.tracker.note(f"ended after step {self.step}: {reason}")
+                    if self.step and publishes_after(job.config, self.step, job.total_steps):
+                        await self._start_evaluation()  # none if this step is evaluated already
                 await self._settle()
                 producing.cancel()
             job.status.doing("done")
