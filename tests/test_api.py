@@ -43,6 +43,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_lambda_and_a_list_train_and_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -364,6 +365,7 @@ def test_a_reward_that_cannot_work_is_told_before_anything_starts() -> None:
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_a_fault_of_a_run_has_no_inner_traceback() -> None:
     def picky(response: str) -> float:
         raise KeyError("judge")  # of a response, perhaps: the trial lets it pass
@@ -405,6 +407,7 @@ def test_a_run_tells_its_findings_its_audit_and_its_table(tmp_path: Path) -> Non
     assert "made" in run._repr_html_()
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_best_checkpoint_and_ends_early(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

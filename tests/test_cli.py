@@ -57,6 +57,7 @@ def test_help_of_a_command_says_what_it_does_and_what_each_option_means(
         assert getattr(parameter, "help", None), f"{words}: {parameter.name} has no help"
 
 
+@pytest.mark.slow
 def test_a_shell_completes_commands_and_names_of_runs(tmp_path: Path) -> None:
     for name in ("sums-1", "sums-2", "other"):
         (tmp_path / "runs" / name).mkdir(parents=True)

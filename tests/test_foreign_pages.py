@@ -127,6 +127,7 @@ def statuses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_page_of_another_origin_reaches_no_server(tmp_path: Path, statuses: list[int]) -> None:
     make_run(tmp_path / "runs" / "r", steps=1, groups_per_step=1)
     rule = f"--host-resolver-rules=MAP {EVIL} 127.0.0.1"

@@ -54,11 +54,13 @@ def check_texts(action: Callable[[str], object], names: Iterable[str] = TEXTS) -
             raise AssertionError(f"{name}: {error}") from None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS)
 def test_a_reader_of_answers_takes_linear_time(reader: str) -> None:
     check_texts(READERS[reader])
 
 
+@pytest.mark.slow
 def test_the_input_of_a_reward_model_takes_linear_time() -> None:
     chat = chat_template()
     names = ("turns of the test policy", "turns", "blanks", "words", "closed think tags", "calls")
@@ -77,6 +79,7 @@ def _print_samples(folder: RunFolder) -> None:
     show_rollouts(folder, limit=1_000, console=console(file=io.StringIO(), width=100))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look", [_print_samples, lambda folder: report_page([folder])])
 def test_a_look_at_a_run_of_hostile_responses_takes_linear_time(
     look: Callable[[RunFolder], object], tmp_path: Path
@@ -97,6 +100,7 @@ def score(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Score]]:
         runner.run(reward.close())
 
 
+@pytest.mark.slow
 def test_a_reward_takes_linear_time_and_gives_a_number(score: Callable[[str], Score]) -> None:
     texts = {name: text(1_000) for name, text in TEXTS.items()}
     plain = [name for name, text in texts.items() if python_block(text).answer is None]

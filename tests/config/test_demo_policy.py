@@ -50,6 +50,7 @@ def test_the_policy_is_small() -> None:
     assert sum(path.stat().st_size for path in files) <= 4_000_000
 
 
+@pytest.mark.slow
 def test_it_seldom_thinks_and_is_right_when_it_does(script: ModuleType, chat: ChatTemplate) -> None:
     """Before training, accuracy is below one half, greedy or sampled; a forced thought raises it."""
     torch.set_num_threads(1)
@@ -62,6 +63,7 @@ def test_it_seldom_thinks_and_is_right_when_it_does(script: ModuleType, chat: Ch
     assert measured["thinking accuracy"] >= 0.97
 
 
+@pytest.mark.slow
 def test_heldout_sums_are_not_in_the_pretraining_corpus(corpus: Any, chat: ChatTemplate) -> None:
     heldout = {chat.encode(record["messages"]).tobytes() for record in builtin.addition("heldout")}
     for rows in corpus.rows.values():

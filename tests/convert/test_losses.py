@@ -193,6 +193,7 @@ def loss_of(
     return torch.cat(losses).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_converted_config_trains_with_the_loss_of_its_system(name: str, tmp_path: Path) -> None:
     case = CASES[name]

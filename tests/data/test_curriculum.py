@@ -94,6 +94,7 @@ def uneven(group: Group) -> float:
     return (0.0, 0.5, 1.0)[int(group.prompt.prompt_id.partition(":")[2]) % 3]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(kills=st.sets(st.integers(0, 23), max_size=6), order=st.integers(0, 99))
 def test_kills_and_the_order_of_landing_change_no_draw(kills: set[int], order: int) -> None:

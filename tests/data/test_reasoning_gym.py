@@ -22,6 +22,7 @@ def questions(name: str, **options: object) -> set[str]:
     return {record["messages"][0]["content"] for record in records}
 
 
+@pytest.mark.slow
 def test_same_seed_same_problems_other_seed_others() -> None:
     first = reasoning_gym.load("reasoning_gym:leg_counting", {"size": 5}, seed=3)
     again = reasoning_gym.load("reasoning_gym:leg_counting", {"size": 5}, seed=3)

@@ -166,6 +166,7 @@ def test_a_familys_decoder_makes_the_tokens_of_the_cpu_runner(
         assert np.allclose(logprobs, other_logprobs, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_the_experts_of_each_token_are_recorded_as_on_the_cpu(
     stand_in: None, monkeypatch: pytest.MonkeyPatch
@@ -188,6 +189,7 @@ def test_the_experts_of_each_token_are_recorded_as_on_the_cpu(
         assert ours[last:].tolist() == theirs[last:].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_rows_grouped_by_adapter_make_the_tokens_of_the_cpu_runner(
     stand_in: None, monkeypatch: pytest.MonkeyPatch
@@ -268,6 +270,7 @@ def test_a_turn_on_a_gpu_computes_what_is_new_in_it(
     )  # the extra step of the device stores the last token of a response too
 
 
+@pytest.mark.slow
 def test_requests_that_outgrow_the_memory_are_neither_lost_nor_changed(
     stand_in: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

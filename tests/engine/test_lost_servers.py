@@ -298,6 +298,7 @@ def test_faults_of_a_server_that_is_alive_are_no_loss(tmp_path: Path) -> None:
     run(main)
 
 
+@pytest.mark.slow
 def test_a_run_has_one_engine_for_each_server(
     servers: list[ServerProcess], server: CrashServer
 ) -> None:

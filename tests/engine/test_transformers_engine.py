@@ -172,6 +172,7 @@ async def alone(engine: TransformersEngine, request: GenerationRequest) -> Gener
     return await engine.generate(request)
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(specs=REQUESTS)
 def test_a_rollout_has_the_same_bits_in_any_batch(specs: list[Spec]) -> None:
@@ -296,6 +297,7 @@ def test_fetch_that_fails_leaves_the_engine_serving() -> None:
     run(main)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(specs=REQUESTS, limit=st.integers(130, 300))
 def test_admission_by_memory_loses_and_changes_no_response(specs: list[Spec], limit: int) -> None:

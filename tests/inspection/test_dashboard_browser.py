@@ -99,6 +99,7 @@ def ask_twice_and_be_answered_in_the_other_order(page: LivePage) -> None:
     assert page.value(count(".group")) == 0
 
 
+@pytest.mark.slow
 def test_every_view_is_drawn_and_the_keys_lead_through_them(runs: Path, page: LivePage) -> None:
     with serving(runs) as client:
         page.open(client.address)
@@ -221,6 +222,7 @@ def score(rollout, prompt):
 """
 
 
+@pytest.mark.slow
 def test_a_run_under_way_appears_and_grows(
     tmp_path: Path, page: LivePage, server: CrashServer
 ) -> None:
@@ -254,6 +256,7 @@ def test_a_run_under_way_appears_and_grows(
         assert page.value(NO_ERROR) == ""
 
 
+@pytest.mark.slow
 def test_a_service_shows_its_models_and_draws_each_loss_when_it_is_there(
     tmp_path: Path, page: LivePage
 ) -> None:

@@ -49,6 +49,7 @@ def view(browser: LivePage, report: Path, tab: str, drawn: str) -> Page:
     return browser.shown()
 
 
+@pytest.mark.slow
 def test_the_page_is_ready_without_an_error(page: Page) -> None:
     assert page.root.get("data-ready") == "yes"
     assert "data-error" not in page.root

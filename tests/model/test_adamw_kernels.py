@@ -97,6 +97,7 @@ def test_what_is_not_finite_or_zero_changes_nothing(norm, loss) -> None:
     assert not torch.equal(before[0], side.state()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("away", [False, True])
 def test_moments_are_rounded_as_plain_torch_rounds_them(away) -> None:
     """A sum may differ in its last digit, and then its rounding too: in one of 65,536."""

@@ -43,6 +43,7 @@ def split_marks(shape: tuple[Any, ...], programs: int) -> list[pytest.MarkDecora
     return [pytest.mark.slow] if programs > 1 and shape[:4] not in SPLIT else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "key_size", "value_size", "window", "softcap", "sinks", "programs"),

@@ -24,6 +24,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
     return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("renormalises", [True, False])
 def test_rows_choose_their_best_experts_and_are_sorted_by_them(renormalises: bool) -> None:
     """More entries than a program compares at once; expert 5 gets none."""

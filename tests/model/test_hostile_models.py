@@ -226,6 +226,7 @@ LARGE_TEMPLATES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE_TEMPLATES)
 def test_a_chat_template_that_takes_all_memory_is_one_line_that_names_it(
     model: Path, name: str, monkeypatch: pytest.MonkeyPatch

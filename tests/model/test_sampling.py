@@ -146,6 +146,7 @@ def test_logits_that_are_no_distribution_give_no_log_prob(wrong: float) -> None:
     assert int(token.max()) < 700
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [5, 26, 64, 300, 1003])
 def test_the_bits_of_a_row_do_not_depend_on_its_batch(vocabulary: int) -> None:
     """Thousands of rows: a remainder of a batch that other code computes changes few of them."""

@@ -330,6 +330,7 @@ def test_decided_in_line(gold: str, answer: str, equal: bool) -> None:
     assert decide(gold, answer) is equal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gold", "answer", "equal"), SYMBOLIC)
 def test_decided_by_algebra(
     compare: Callable[[str, str], Comparison], gold: str, answer: str, equal: bool

@@ -30,6 +30,7 @@ def workers() -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_hostile_answers_cost_one_time_out_and_the_pool_goes_on() -> None:
     async def run() -> None:
         pool = MathPool(1, timeout_s=1.0)
@@ -52,6 +53,7 @@ def test_hostile_answers_cost_one_time_out_and_the_pool_goes_on() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_comparison_is_remembered() -> None:
     async def run() -> None:
         pool = MathPool(1, timeout_s=20)

@@ -107,6 +107,7 @@ def test_an_input_that_is_cut_keeps_its_question(model_path: Path) -> None:
     assert (text[:4], text[-3:]) == ("six?", "end")
 
 
+@pytest.mark.slow
 def test_every_hostile_response_has_a_score(model_path: Path) -> None:
     scorer = Scorer(RewardModelOptions(path=str(model_path), max_tokens=16).model_dump())
     question = [{"role": "user", "content": "six?"}]

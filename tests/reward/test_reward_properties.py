@@ -60,6 +60,7 @@ def _rewards() -> list[VerifiableReward]:
     return [build_reward([kind], max_tokens=100) for kind in kinds]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(text=TEXT, gold=TEXT)
 @example(text=tagged("1e999999999"), gold="1")
@@ -96,6 +97,7 @@ def compare() -> Iterator[Callable[[str, str], Comparison]]:
         runner.run(pool.close())
 
 
+@pytest.mark.slow
 @given(text=st.text(alphabet="0123456789abcxyz+-/(){}[]=<>,\\$ ", max_size=20))
 @settings(max_examples=60, deadline=None)
 def test_the_symbolic_comparison_never_raises(

@@ -54,6 +54,7 @@ def taught_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[CommandRun, Ec
     return run, server
 
 
+@pytest.mark.slow
 def test_a_server_teaches_what_a_model_beside_the_trainer_does(
     taught_run: tuple[CommandRun, EchoServer], tmp_path: Path
 ) -> None:
@@ -110,6 +111,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrying_client, "MAX_BACKOFF_S", 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("at_once")
 def test_a_server_teaches_a_fork_of_a_run_without_teacher(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -41,6 +41,7 @@ def penstock(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return int(left.value.code or 0)
 
 
+@pytest.mark.slow
 def test_what_init_writes_is_checked_and_trains_as_it_is(
     server: CrashServer,
     tmp_path: Path,

@@ -56,6 +56,7 @@ def test_the_words_of_the_judge_are_journalled(
     assert "I counted." in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_words_of_the_judge_teach_and_forks_need_no_judge(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +114,7 @@ def test_the_engines_of_the_run_can_judge_its_own_groups(tmp_path: Path) -> None
         assert all("I counted." in (r.score.note if r.score else "") for r in group.rollouts)
 
 
+@pytest.mark.slow
 def test_a_policy_that_gives_no_verdict_fails_the_group(tmp_path: Path) -> None:
     options = "model='policy', rubric='Even is good.', max_tokens=16"
     rewards_of_policy = f"tasks.train.rewards=[{{type='judge', options={{{options}}}}}]"

@@ -286,6 +286,7 @@ def peak_of_reading(folder: RunFolder, steps: int) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_resume_does_not_grow_with_the_steps_behind_it(tmp_path: Path) -> None:
     """Read as a whole, the metrics of a step were 8 KiB of the driver for as long as it lived."""
     short, long = (peak_of_reading(RunFolder(tmp_path / str(n)), n) for n in (700, 1900))

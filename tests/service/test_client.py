@@ -25,6 +25,7 @@ def run(*words: str) -> tuple[int, str]:
     return result.exit_code, f"{result.output}{result.exception or ''}"
 
 
+@pytest.mark.slow
 def test_a_loop_of_a_user_goes_on_in_another_process_and_its_folder_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

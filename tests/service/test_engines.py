@@ -21,6 +21,7 @@ from stages.service_engines import IDS, Asking
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
 
+@pytest.mark.slow
 def test_two_engines_answer_as_one_and_a_killed_one_loses_nothing(tmp_path: Path) -> None:
     one = Asking(tmp_path / "one")
     wanted = one.answers()

@@ -145,6 +145,7 @@ def test_gradients_of_requests_add_up_until_a_step_of_adamw(room: Room, policy: 
         torch.testing.assert_close(own[name].detach(), parameter.detach(), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_of_several_ranks_train_as_if_each_were_alone(
     room: Room, policy: Path, tmp_path: Path
 ) -> None:
@@ -165,6 +166,7 @@ def test_adapters_of_several_ranks_train_as_if_each_were_alone(
         assert torch.equal(parameter, base.get_parameter(name)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_model_comes_back_from_snapshot_and_log_with_all_its_bits(room: Room, rank: int) -> None:
     model_id, twin = room.create(0, rank), room.create(1, rank)

@@ -32,6 +32,7 @@ def run(*words: str) -> tuple[int, str]:
     return result.exit_code, f"{result.output}{result.exception or ''}"
 
 
+@pytest.mark.slow
 def test_a_day_later_a_service_has_forgotten_what_it_answered_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def heard(told: list[Any], asked: list[Any]) -> list[Any]:
     return [*plain, *(future.result() for future in asked)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [16, 2])
 def test_models_in_one_batch_have_the_gradients_and_samples_of_servers_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int

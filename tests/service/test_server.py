@@ -131,6 +131,7 @@ def chat(server: ServerProcess, body: Any, *, key: str = "tml-a") -> tuple[int, 
 SUM = {"messages": [{"role": "user", "content": "12+34"}], "temperature": 0, "model": "demo"}
 
 
+@pytest.mark.slow
 def test_chats_are_answered_by_the_base_whatever_is_trained_and_leave_no_trace(
     server: ServerProcess,
 ) -> None:
@@ -340,6 +341,7 @@ def test_a_sampler_names_a_base_whose_tokenizer_can_be_loaded(server: ServerProc
     assert client.json("create_sampling_session", {**made, "base_model": base})
 
 
+@pytest.mark.slow
 def test_checkpoints_are_listed_sampled_from_and_deleted(server: ServerProcess) -> None:
     client = WireClient(server, key="tml-b")
     model_id = json.loads(client.create(number=7))["model_id"]

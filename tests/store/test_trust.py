@@ -168,6 +168,7 @@ def test_a_service_of_a_strangers_config_asks(
     assert not was_executed(stranger)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "check", "resume", "replay", "eval"])
 def test_a_command_that_would_execute_it_names_it_and_stops(
     stranger: RunFolder,
@@ -217,6 +218,7 @@ NAMES = st.tuples(
 DEMO = load_config(None, []).config
 
 
+@pytest.mark.slow
 @given(st.one_of(st.text(max_size=30), NAMES))
 def test_what_can_be_loaded_is_asked_about(name: str) -> None:
     """Every name that `load` would import is listed, so no stranger's name is imported unasked."""
@@ -377,6 +379,7 @@ def test_copies_of_the_models_code_in_checkpoints_are_ones_own(tmp_path: Path) -
 # -- the whole way, as a user goes it ----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_train_and_resume_with_code_of_ones_own_ask_nothing_and_a_foreign_copy_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -105,6 +105,7 @@ def test_only_the_named_layers_get_adapters(tmp_path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys) -> None:
     targets = 'model.lora.target_modules=["lm_head"]'
     words = ["train", "launch.kind=inline", "model.lora.rank=2", targets]

@@ -234,6 +234,7 @@ def test_every_micro_batch_update_and_tensor_is_a_sign_of_life(saved_model) -> N
     assert consumer.work_done == before + len(names)
 
 
+@pytest.mark.slow
 def test_a_stop_before_the_update_leaves_everything_as_it_was(saved_model) -> None:
     settings = {"train": {"micro_batch_tokens": 8}, "model": {"lora": {"rank": 2}}}
     first, second = batches(2)

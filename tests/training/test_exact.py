@@ -93,6 +93,7 @@ def test_a_packed_trainer_has_the_bits_of_an_engine_that_decoded_other_batches(
     run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [[], ["sampling.top_p=0.9", "sampling.min_tokens=4", "sampling.temperature=0.8"]]
 )

@@ -105,6 +105,7 @@ def folder(tmp_path_factory, warm_workers) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_layout_gives_the_run_of_one_rank(folder) -> None:
     """One layout of many: `test_every_job_in_every_layout` runs the others."""
     assert_same_run(folder, "plain", "2-tensor2")

@@ -79,6 +79,7 @@ def by_length(response: str) -> float:
     return float(len(response))
 
 
+@pytest.mark.slow
 def test_a_run_with_moments_in_main_memory_is_the_run_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +91,7 @@ def test_a_run_with_moments_in_main_memory_is_the_run_without(
         load_config(None, ["train.offload_moments=true", "launch.num_consumers=2"])
 
 
+@pytest.mark.slow
 def test_a_run_with_short_moments_is_resumed_and_replayed_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

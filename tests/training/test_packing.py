@@ -170,6 +170,7 @@ def test_a_tree_computed_once_gives_what_each_of_its_paths_gives_alone(kind, fie
         torch.testing.assert_close(own.grad, other.grad, msg=name, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"sliding_window": 6, "use_sliding_window": True}])
 @pytest.mark.parametrize(("depth", "branching"), [(8, 2), (3, 4), (6, 1)])
 def test_log_probs_and_gradients_of_a_tree_are_those_of_separate_rows(

@@ -148,6 +148,7 @@ def assert_same_weights(left: Path, right: Path, tolerance: float) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
 def test_two_ranks_give_the_weights_of_one(results, job) -> None:
     assert_same_weights(results / f"{job}-2.pt", results / f"{job}-1.pt", 1e-9)

@@ -77,6 +77,7 @@ def test_rows_have_the_gradient_of_the_one_sequence_they_are_cut_from(name, toke
 CORRECTIONS = ["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_the_size_of_packs_does_not_change_the_gradient_of_rows(name, correction) -> None:

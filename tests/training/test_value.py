@@ -175,6 +175,7 @@ def test_the_policy_waits_while_the_critic_warms_up() -> None:
     assert reports[0].metrics["entropy/mean"] > 0
 
 
+@pytest.mark.slow
 def test_values_learn_what_can_be_known() -> None:
     """The reward is a function of the prompt's first token: the critic explains it, group or no group."""
     consumer = consumer_of(

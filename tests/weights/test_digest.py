@@ -58,6 +58,7 @@ def test_one_bit_anywhere_is_another_identity(octet: int, bit: int) -> None:
     assert of(changed) != of(weights)
 
 
+@pytest.mark.slow
 def test_two_changed_signs_do_not_cancel_each_other() -> None:
     """The highest bits of words: a plain sum of products would lose pairs of them."""
     weights = torch.randn(64)

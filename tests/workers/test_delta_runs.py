@@ -68,6 +68,7 @@ def assert_equal(server: CrashServer, run: RunFolder, default: RunFolder) -> Non
     assert saved(run) == saved(default)
 
 
+@pytest.mark.slow
 def test_processes_of_one_machine_get_the_same_weights(
     server: CrashServer, default: RunFolder
 ) -> None:
@@ -76,6 +77,7 @@ def test_processes_of_one_machine_get_the_same_weights(
     assert_equal(server, run, default)
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_catches_up_with_the_same_weights(
     server: CrashServer, default: RunFolder
 ) -> None:

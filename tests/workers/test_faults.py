@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("warm_workers")
 SYNC = "produce.strategy=sync"
 
 
+@pytest.mark.slow
 def test_killed_engine_and_trainer_and_one_more_engine_leave_no_trace_in_the_weights(
     quiet: RunFolder, tmp_path: Path
 ) -> None:
@@ -47,6 +48,7 @@ def test_killed_engine_and_trainer_and_one_more_engine_leave_no_trace_in_the_wei
     assert "producers: 1 -> 2" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["launch.colocate=false", "launch.colocate=true"])
 def test_a_trainer_that_dies_before_its_first_step_is_restarted(
     place: str, quiet: RunFolder, tmp_path: Path
@@ -81,6 +83,7 @@ def test_a_trainer_that_dies_before_its_first_step_is_restarted(
     assert any("trainer: serves again" in note for note in notes)
 
 
+@pytest.mark.slow
 def test_colocated_engines_fed_by_broadcast_leave_the_same_weights_though_one_dies(
     quiet: RunFolder, tmp_path: Path
 ) -> None:

@@ -231,6 +231,7 @@ def test_every_call_of_a_part_is_named(method: str) -> None:
     assert line.startswith(f"stuck: trainer has not answered {CALLS[method]} for 60 s")
 
 
+@pytest.mark.slow
 def test_no_wait_is_opened_under_a_name_of_its_own() -> None:
     """The second argument of every `waits.wait` is a kind, or a name that the type checker holds to one."""
     used: set[str] = set()

@@ -65,6 +65,7 @@ def kill_children(words: str) -> int:
     return killed
 
 
+@pytest.mark.slow
 def test_killed_processes_of_a_reward_leave_no_trace_in_the_weights(
     quiet: RunFolder, tmp_path: Path
 ) -> None:
@@ -82,6 +83,7 @@ def test_killed_processes_of_a_reward_leave_no_trace_in_the_weights(
     assert_balanced(folder)
 
 
+@pytest.mark.slow
 def test_killed_processes_of_agents_cost_no_group(tmp_path: Path) -> None:
     save_chat_policy(tmp_path / "policy", TEMPLATE)
     (tmp_path / "agent.py").write_text(AGENT)

@@ -26,6 +26,7 @@ from stages.rollouts import make_prompts
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_weights_of_one_though_one_of_them_dies(
     quiet: RunFolder, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def whole(server: CrashServer) -> RunFolder:
     return run
 
 
+@pytest.mark.slow
 def test_an_agents_run_trains_its_sampled_tokens_and_balances(
     server: CrashServer, whole: RunFolder
 ) -> None:
@@ -133,6 +134,7 @@ def test_the_rollouts_of_an_agent_are_shown_as_turns(server: CrashServer, whole:
     assert [turn["parent"] for turn in sample["turns"][::2]] == [None, 0, 1]
 
 
+@pytest.mark.slow
 def test_an_agent_is_evaluated_in_training_and_by_the_command(server: CrashServer) -> None:
     agent = f"{server.folder / 'agent.py'}:rollout"
     held = f'{{data="{DATA}", agent="{agent}", agent_options={{max_turns=3, timeout_s=60}}}}'
@@ -163,6 +165,7 @@ def scores(run: RunFolder) -> dict[str, float]:
         return dict(journal.query("SELECT rollout_id, reward FROM rollouts"))
 
 
+@pytest.mark.slow
 def test_a_fork_scores_the_recorded_trees_again_and_samples_nothing(
     server: CrashServer, whole: RunFolder
 ) -> None:

@@ -125,6 +125,7 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "recorded"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_workers")
 @every_page
 def test_every_block_works(

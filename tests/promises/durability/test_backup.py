@@ -25,6 +25,7 @@ from stages.tiny_run import CrashServer, assert_sound
 SYNC = ("produce.strategy=sync", "launch.kind=inline", "checkpoint.every_steps=1")
 
 
+@pytest.mark.slow
 def test_a_live_run_is_copied_and_the_copy_goes_on_to_the_same_end(
     server: CrashServer, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def killed(original: RunFolder, tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_steps_are_redone_with_the_settings_they_had(
     server: CrashServer, killed: RunFolder
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_refused_change_changes_nothing(server: CrashServer, killed: RunFolder
     assert (killed.path / "config.toml").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_made_longer(server: CrashServer) -> None:
     run, code = server.train("longer", "train.steps=2")
     assert code == 0

@@ -62,6 +62,7 @@ def error_line(server: CrashServer) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_in_a_checkpoint_costs_a_longer_redo(
     server: CrashServer, broken: RunFolder, expected: list[str]
 ) -> None:
@@ -221,6 +222,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_room_lets_it_go_on(
     assert digests(run) == digests(undisturbed)
 
 
+@pytest.mark.slow
 def test_a_journal_that_cannot_grow_stops_the_run_in_one_line(
     server: CrashServer, expected: list[str]
 ) -> None:
@@ -233,6 +235,7 @@ def test_a_journal_that_cannot_grow_stops_the_run_in_one_line(
     assert digests(run) == expected
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_metrics_samples_and_timeline_is_told_once_and_costs_no_step(
     server: CrashServer, expected: list[str]
 ) -> None:

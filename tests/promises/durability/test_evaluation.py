@@ -35,6 +35,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_every_sample_of_an_evaluation_is_of_one_version(evaluated: RunFolder) -> None:
     summaries = lines(evaluated.evaluations / "summary.jsonl")
     assert [(s["task"], s["step"]) for s in summaries] == [
@@ -46,6 +47,7 @@ def test_every_sample_of_an_evaluation_is_of_one_version(evaluated: RunFolder) -
         assert summary["policy_version"] == summary["step"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_a_kill_cut_short_is_made_up_for(server: CrashServer) -> None:
     """Kill the run during its first evaluation, and again after the last step was committed."""
     name, place = "evaluated-killed", ["eval.every_steps=2", "produce.strategy=sync"]

@@ -66,6 +66,7 @@ def test_a_line_inserted_into_the_data_is_refused(server: CrashServer, killed: R
     assert digests(killed) == before
 
 
+@pytest.mark.slow
 def test_other_data_is_taken_on_purpose_and_drawn_groups_keep_their_prompts(
     server: CrashServer, killed: RunFolder
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_replay_and_a_fork_say_what_has_changed_and_use_the_journal(
     assert "note: tasks.train.data: " in server.output()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "words"),
     [
@@ -173,6 +175,7 @@ def test_a_model_that_scores_must_be_the_same(
     assert_sound(run)
 
 
+@pytest.mark.slow
 def test_a_hand_edited_config_is_refused_with_the_way_to_change_it(
     server: CrashServer, killed: RunFolder
 ) -> None:
@@ -213,6 +216,7 @@ def test_an_empty_config_without_a_journal_is_not_taken_for_defaults(
     assert "config.toml is missing or empty and the journal has no settings" in only_line(server)
 
 
+@pytest.mark.slow
 def test_earlier_settings_are_in_the_journal_too(server: CrashServer, killed: RunFolder) -> None:
     assert server.run("resume", str(killed.path), "train.lr=2e-3") == 0, server.output()
     assert (killed.path / "configs" / "until-step-3.toml").is_file()
@@ -250,6 +254,7 @@ def in_older_form(run: RunFolder) -> None:
             database.execute(f"UPDATE {table} SET row_check = {expression(table)}")
 
 
+@pytest.mark.slow
 def test_a_journal_without_identity_is_taken_over_and_said_once(
     server: CrashServer, killed: RunFolder
 ) -> None:

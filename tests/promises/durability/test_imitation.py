@@ -60,6 +60,7 @@ def test_replay_recomputes_it(
     assert server.output().count("  equal") == len(expected)
 
 
+@pytest.mark.slow
 def test_a_recorded_run_can_be_distilled(server: CrashServer) -> None:
     run, code = server.train("rewarded")
     assert code == 0, server.output()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import closing
 
+import pytest
+
 from penstock.store.journal.codec import expression
 from penstock.store.journal.schema import open_database
 from stages.tiny_run import KILLED, STEPS, CrashServer, assert_sound, digests
@@ -11,6 +13,7 @@ from stages.tiny_run import KILLED, STEPS, CrashServer, assert_sound, digests
 WORDS = ("checkpoint.every_steps=1", "checkpoint.keep=2", "produce.strategy=sync")
 
 
+@pytest.mark.slow
 def test_a_run_without_its_old_tokens_continues_and_is_replayed_as_far_as_it_can_be(
     server: CrashServer,
 ) -> None:

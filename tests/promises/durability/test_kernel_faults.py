@@ -41,6 +41,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
+@pytest.mark.slow
 def test_a_disk_that_becomes_read_only_ends_the_run_in_one_line_and_loses_nothing(
     server: CrashServer, disk: Path
 ) -> None:
@@ -80,6 +81,7 @@ def starve(tmp_path: Path) -> Iterator[Callable[[int], None]]:
     group.rmdir()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize("name", ["trainer", "engine-0"])
 def test_a_worker_that_the_kernel_kills_for_want_of_memory_leaves_no_trace_in_the_weights(

@@ -81,6 +81,7 @@ def ids_of(journal: Journal, step: int) -> list[str]:
     return [group.group_id for group in journal.batch(step).groups]
 
 
+@pytest.mark.slow
 def test_the_record_has_every_write_of_the_run(recorded: Recorded) -> None:
     """All changes in order give the files that are there: nothing passed the recorder by."""
     disk = Disk(str(recorded.root))

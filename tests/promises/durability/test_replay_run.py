@@ -83,6 +83,7 @@ def test_a_fork_with_the_same_settings_is_the_same_run(
     assert_sound(same)
 
 
+@pytest.mark.slow
 def test_a_fork_with_another_algorithm_stands_on_its_own(
     server: CrashServer, parent: RunFolder
 ) -> None:

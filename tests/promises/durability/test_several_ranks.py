@@ -51,6 +51,7 @@ def killed(own: CrashServer) -> RunFolder:
     return run
 
 
+@pytest.mark.slow
 def test_two_ranks_are_recomputed_by_two_ranks(own: CrashServer) -> None:
     run, code = own.train("two-ranks", *RANKS)
     assert code == 0, own.output()
@@ -108,6 +109,7 @@ class BrokenStore(CheckpointStore):
         return draft
 
 
+@pytest.mark.slow
 def test_training_goes_on_beside_the_ranks_writing_and_a_kill_there_leaves_the_previous_one(
     server: CrashServer, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def test_a_stop_saves_the_last_step(
     assert "Traceback" not in server.output()
 
 
+@pytest.mark.slow
 def test_a_second_stop_gives_the_checkpoint_up_and_says_so(server: CrashServer) -> None:
     run, code = server.train(
         "twice",
@@ -67,6 +68,7 @@ def test_a_second_stop_gives_the_checkpoint_up_and_says_so(server: CrashServer) 
     assert "2 steps of 2 will be redone from the journal after the start" in server.output()
 
 
+@pytest.mark.slow
 def test_a_third_stop_ends_the_process_at_once_with_a_line(server: CrashServer) -> None:
     # together, and of two kinds, so that neither is merged with the other nor outrun by the second stop
     then = [("before snapshot write", 1, sign) for sign in ("SIGINT", "SIGTERM")]

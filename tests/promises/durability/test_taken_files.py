@@ -45,6 +45,7 @@ def end_line(server: CrashServer) -> str:
     return line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", TAKEN)
 def test_a_journal_that_is_taken_away_stops_the_run_and_is_saved(
     server: CrashServer, expected: list[str], how: str
@@ -66,6 +67,7 @@ def test_a_journal_that_is_taken_away_stops_the_run_and_is_saved(
     assert server.run("audit", str(run.path)) == 0, server.output()
 
 
+@pytest.mark.slow
 def test_a_run_whose_folder_is_moved_stops_and_names_the_new_place(
     server: CrashServer, expected: list[str]
 ) -> None:
@@ -95,6 +97,7 @@ def copy_of(run: RunFolder, folder: Path) -> RunFolder:
     return RunFolder(folder)
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_journals_end_is_never_forgotten(
     server: CrashServer, killed: RunFolder, expected: list[str], tmp_path: Path
 ) -> None:
@@ -115,6 +118,7 @@ def test_the_loss_of_a_journals_end_is_never_forgotten(
     assert len(lost.read_text().splitlines()) == 8 - before
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_weights_is_set_aside(
     server: CrashServer, killed: RunFolder, expected: list[str], tmp_path: Path
 ) -> None:

@@ -55,6 +55,7 @@ def assert_as_if_nothing_had_happened(
     assert all(step == version for step, version in versions)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_an_engine_stalls_while_the_trainer_dies_between_an_update_and_its_commit(
     server: CrashServer, whole: tuple[list[str], dict[str, int]]

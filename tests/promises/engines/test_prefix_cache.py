@@ -57,6 +57,7 @@ def check_waves(waves: list[list[Turn]], share: float) -> None:
     run(main)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(waves=WAVES, share=st.sampled_from([0.6, 1e-5]))  # the second keeps few tokens
 def test_a_response_has_the_same_bits_with_and_without_the_cache(

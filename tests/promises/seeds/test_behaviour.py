@@ -64,6 +64,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> CommandRun:
     return done
 
 
+@pytest.mark.slow
 def test_soft_overlong_is_a_straight_line_before_the_limit(run: CommandRun) -> None:
     with run.journal() as journal:
         batches = [journal.batch(step) for step in range(1, STEPS + 1)]

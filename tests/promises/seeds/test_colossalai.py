@@ -164,6 +164,7 @@ class Counting(SimpleProducer):
         return {**super().rollout(input_ids, attention_mask, **fields), "mine": self.calls}
 
 
+@pytest.mark.slow
 def test_loop_calls_the_rollout_of_a_subclass(tmp_path: Path) -> None:
     """8 prompts for two producers, two a microbatch, two episodes."""
     producer = Counting(

@@ -120,6 +120,7 @@ def test_an_algorithm_trains_a_run(name: str, folder: Path, plain: CommandRun) -
         assert all(len({one.reward for one in group.rollouts}) > 1 for group in kept)
 
 
+@pytest.mark.slow
 def test_rewards_on_the_seed_scale_and_tasks_by_weight(folder: Path) -> None:
     lines = folder / "seed.jsonl"
     message = {"role": "user", "content": "1+1"}

@@ -38,6 +38,7 @@ def versions(run: CommandRun) -> set[tuple[int, ...]]:
     return {tuple(segment.length for segment in one) for one in segments}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_every_way_of_an_update_trains_to_the_end_and_balances(
     runs: dict[str, CommandRun], name: str

@@ -245,6 +245,7 @@ async def exchange(port: int, data: bytes) -> bytes:
 REFUSALS = {b"400", b"403", b"404", b"405", b"408", b"411", b"413", b"415", b"421", b"422", b"503"}
 
 
+@pytest.mark.slow
 def test_the_server_survives_every_request(caplog: pytest.LogCaptureFixture) -> None:
     """No request is a submission: each is refused, or cut off in time."""
     make_pool("namespaces").close()  # skips where nothing can be isolated

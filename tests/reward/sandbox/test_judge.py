@@ -197,6 +197,7 @@ def test_the_host_decodes_nothing_that_a_solution_made(
     assert verify(pool, call, COLLIDING.format(count=60_000), 30).result == [0]
 
 
+@pytest.mark.slow
 def test_values_that_hash_alike_are_compared_without_hashing() -> None:
     def form(count: int) -> Any:
         return [{"int": hex(n * ((1 << 61) - 1))} for n in range(count)]

@@ -214,6 +214,7 @@ def test_it_listens_elsewhere_only_with_a_token(monkeypatch: pytest.MonkeyPatch)
         serve("0.0.0.0", 1)
 
 
+@pytest.mark.slow
 def test_a_full_queue_answers_429_and_clients_come_back() -> None:
     with running(queue_size=0, sandbox={"workers": 1}) as server:
         hold = "import time\ntime.sleep(30)"
@@ -428,6 +429,7 @@ def test_a_submission_whose_client_has_left_is_not_run() -> None:
     assert json.loads(replies[1]["body"]) == {"error": "the client has left"}
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_it_is_stopped() -> None:
     make_pool("namespaces").close()
     command = [sys.executable, "-m", "penstock.cli", "sandbox", "serve", "--port", "0"]
@@ -492,6 +494,7 @@ def test_a_client_that_fills_its_part_of_the_queue_leaves_the_other_part() -> No
     assert [job.result()[0] for job in held] == [503] * 2
 
 
+@pytest.mark.slow
 def test_verdicts_of_good_clients_stay_right_beside_hostile_ones() -> None:
     with running(sandbox={"workers": 2}, body_timeout_s=1, header_timeout_s=1) as server:
         hostile = HostileClients(server.port, holders=20, submitters=3)

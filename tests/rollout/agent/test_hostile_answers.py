@@ -64,6 +64,7 @@ def parse_dialect(ids: np.ndarray) -> dict[str, Any]:
     return Bridge(chat).parse(ids, chat.encode_text("<turn>assistant\n"), [TOOL], 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [parse, parse_dialect])
 @pytest.mark.parametrize("name", WRITABLE)
 def test_a_reader_of_tool_calls_takes_linear_time(
@@ -89,6 +90,7 @@ def test_an_answer_that_a_tokenizers_own_pattern_does_not_end_on_is_content(
     assert time.process_time() - start < 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITABLE)
 def test_an_answer_is_a_message_that_json_and_utf8_hold(name: str) -> None:
     for size in (1_000, 10_000, 100_000):

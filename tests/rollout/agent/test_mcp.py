@@ -87,6 +87,7 @@ def test_a_url_that_ends_in_a_call_fails_the_rollout(url: str) -> None:
     assert not prompts
 
 
+@pytest.mark.slow
 def test_a_server_of_the_sdk_is_called_over_its_pipes() -> None:
     function = make("o", {"mcp": [{"command": SDK_SERVER}]})
     rollout, kept, prompts = play(
@@ -193,6 +194,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_a_killed_driver_takes_its_servers_along(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     os.mkfifo(note)

@@ -177,6 +177,7 @@ def penstock(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return int(left.value.code or 0)
 
 
+@pytest.mark.slow
 def test_the_command_answers_as_table_json_and_picture(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,6 +211,7 @@ def test_a_check_refuses_what_it_would_ignore(
         assert "too, allowed: --profile, --json and --save-profile" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_simulates_engines_of_different_speeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

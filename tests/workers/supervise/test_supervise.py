@@ -216,6 +216,7 @@ def test_a_fault_in_a_preparation_is_told_to_whoever_waits(tmp_path: Path) -> No
     assert "Traceback" in play.notes[-1]
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_in_its_preparation_can_be_looked_at_and_ended(tmp_path: Path) -> None:
     play, preparing = Play(), asyncio.Event()
     tries: list[int] = []
