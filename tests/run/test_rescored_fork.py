@@ -57,6 +57,15 @@ def test_a_damaged_origin_is_one_line(killed: RunFolder, capfd: pytest.CaptureFi
     assert "its origin.json is damaged; fork the run again" in capfd.readouterr().err
 
 
+def test_a_fork_without_its_origin_does_not_begin_to_generate(
+    whole: RunFolder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(whole.path, tmp_path / "copy")
+    (copy / "origin.json").unlink()
+    assert penstock("resume", str(copy), "train.steps=8") == 1
+    assert "its origin.json is missing; fork again: penstock replay " in capfd.readouterr().err
+
+
 def test_a_backup_has_the_scores(server: CrashServer, whole: RunFolder, tmp_path: Path) -> None:
     killed = {"point": "before step", "number": 2}
     words = ("run.name=rescored-half", *FORKED[1:])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from penstock.config import Config
 from penstock.config.changes import Change, allowed_changes
 from penstock.config.source import with_overrides
-from penstock.errors import PenstockError, UserError
+from penstock.errors import PenstockError, RunError, UserError
 from penstock.files import say, sweep_scratch
 from penstock.store import trust
 from penstock.workers.processes.process_worker import early_workers
@@ -94,10 +94,15 @@ def _settings(
 ) -> tuple[Config, list[Change]]:
     """The settings that a run continues with, and what of them is new."""
     from penstock.data.identity import absolute_paths
+    from penstock.store.run_folder import FORK_OF, ORIGIN
 
     if folder.origin() is not None and overrides:
         raise UserError(f"resume of a fork: got {overrides[0]}, allowed: no changes; fork again")
     record = folder.record()
+    if folder.origin() is None and FORK_OF in record:  # else it would begin to generate
+        raise RunError(
+            f"fork {folder.path}: its {ORIGIN} is missing; fork again: penstock replay {record[FORK_OF]}"
+        )
     eras = [era.config for era in folder.eras(record)]
     trust.check(folder.path, eras, trust=trusted)
     before = absolute_paths(eras[-1])

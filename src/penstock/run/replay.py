@@ -43,7 +43,7 @@ from penstock.run.run_data import RunData
 from penstock.store import run_folder
 from penstock.store.checkpoint import CheckpointStore
 from penstock.store.journal import Journal
-from penstock.store.run_folder import RESCORED, Origin, RunFolder
+from penstock.store.run_folder import FORK_OF, RESCORED, Origin, RunFolder
 from penstock.training.algo.method import algorithm_class, check_algorithm, run_settings
 from penstock.training.algo.settings import keep_group
 from penstock.types import Batch, Group, Rollout, Score, Status, StepReport
@@ -371,7 +371,8 @@ async def open_fork(folder: RunFolder, notes: Notes | None = None) -> AsyncItera
             scores,
             _newly_taught(folder, parent),
         )
-        steps, facts = config.train.steps, {**code_fact(config), **scorer_facts(config)}
+        facts = {**code_fact(config), **scorer_facts(config), FORK_OF: origin.run}
+        steps = config.train.steps
         job = join_parts(config, folder, base, workers, source, steps, stack, facts=facts)
         job.findings.start(base.journal.last_committed_step(), job.facts)
         job.tracker.note(f"fork of {parent.path}, steps 1 to {origin.steps}; nothing is generated")

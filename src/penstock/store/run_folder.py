@@ -39,6 +39,7 @@ _LOOKS_PASSED = 10_000  # tries; a look takes some microseconds
 LOST_AFTER = "lost after step "  # begins the name of a fact: what was seen of later steps
 CONFIG, JOURNAL, METRICS, ORIGIN = "config.toml", "journal.db", "metrics.jsonl", "origin.json"
 RESCORED = "rescored.jsonl"  # of a fork with other rewards
+FORK_OF = "fork of"  # the name of a fact of forks
 
 
 @dataclass(slots=True, frozen=True)
