@@ -109,14 +109,18 @@ class Recipe:
         )
         assert process.stdout is not None
         lines, kills = [], int(self.killed)
-        for line in process.stdout:
-            lines.append(line)
-            if kills and "Wrote metrics" in line:
-                kills -= 1
-                server.kill()
-                server.start()
-            if stop and "Saved checkpoints" in line:
-                process.kill()
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                if kills and "Wrote metrics" in line:
+                    kills -= 1
+                    server.kill()
+                    server.start()
+                if stop and "Saved checkpoints" in line:
+                    process.kill()
+        except BaseException:  # such as the test's time limit: the recipe would ask for ever
+            process.kill()
+            raise
         assert (process.wait(), kills) == (-signal.SIGKILL if stop else 0, 0), "".join(lines[-40:])
         return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
 
@@ -139,6 +143,11 @@ RECIPES = {
     ),
     "RL with preferences": Recipe(
         "preference.shorter.train", {**SAMPLED, "batch_size": 2, "group_size": 4}
+    ),
+    "prompt distillation": Recipe(
+        "prompt_distillation.train",
+        {**SUPERVISED, **COLON, "file_path": "own/train.jsonl", "max_length": 64},
+        steps=3,
     ),
     "preferences": Recipe("preference.dpo.train", {**COLON, "max_steps": 2, "batch_size": 4}),
     "distillation": Recipe(
