@@ -184,6 +184,16 @@ def test_an_unknown_command_is_one_line_and_exit_code_2(
     assert len(error.splitlines()) == 1
 
 
+def test_an_option_that_is_a_setting_is_told_how_it_is_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "train", "--learning-rate", "1e-6") == 2
+    line = "No such option: --learning-rate; a setting is written train.lr=VALUE (see penstock train --help)"
+    assert capsys.readouterr().err.strip() == f"error: {line}"
+    assert run(monkeypatch, "runs", "--learning-rate") == 2
+    assert "a setting" not in capsys.readouterr().err, "it takes none"
+
+
 def test_config_prints_toml_that_can_be_used_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

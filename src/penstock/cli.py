@@ -19,7 +19,7 @@ from rich.text import Text
 
 from penstock import __version__
 from penstock.config import Config, Section
-from penstock.config.mistakes import explain
+from penstock.config.mistakes import explain, of_setting
 from penstock.config.source import load_config, parse_settings, split_words
 from penstock.errors import PenstockError, StopRequested, UserError
 from penstock.files import console, say
@@ -587,7 +587,8 @@ def _usage_line(error: Any) -> str:
         error.show()
         raise SystemExit(2)
     path = error.ctx.command_path if error.ctx else "penstock"
-    return f"{error.format_message().rstrip('.')} (see {path} --help)"
+    said = of_setting(error, Config) or error.format_message().rstrip(".")
+    return f"{said} (see {path} --help)"
 
 
 def _fail(message: str, code: int) -> None:

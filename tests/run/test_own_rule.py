@@ -1,4 +1,4 @@
-"""A validity rule of the user's own, from the config to the groups that are trained."""
+"""Rules of the user's own, from the config to the groups that are trained."""
 
 from __future__ import annotations
 
@@ -25,3 +25,11 @@ def test_a_rule_may_be_a_coroutine_function(rule: str, tmp_path: Path) -> None:
     assert run.code == 0, run.told
     trained = run.query("SELECT cursor FROM groups WHERE state = 'trained' ORDER BY cursor")
     assert trained == [(0,), (2,), (4,), (6,)]
+
+
+def test_a_rule_of_going_on_must_answer_at_once(tmp_path: Path) -> None:
+    (tmp_path / "rules.py").write_text(RULES)
+    rule = f"{tmp_path / 'rules.py'}:keep_later"
+    run = train(tmp_path, "later", f"produce.should_continue={rule}")
+    assert run.code == 2
+    assert f"produce.should_continue: got '{rule}', which is async, allowed: " in run.told

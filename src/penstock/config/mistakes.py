@@ -124,6 +124,19 @@ def nearest_parameter(
     return f"; did you mean settings={{{key!r}: {value!r}}}?" if key else ""
 
 
+def of_setting(error: Any, tree: type[BaseModel]) -> str:
+    """What is said of an unknown option such as --lr that is a setting; empty: it is none.
+
+    error: what the parser of the command line raised.
+    """
+    option = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+    taken = {parameter.name for parameter in error.ctx.command.params} if error.ctx else set()
+    if not option or taken.isdisjoint(("arguments", "overrides")):
+        return ""
+    key = nearest_key(option, list(valid_keys(tree)), with_foreign=True)
+    return f"{error.message}; a setting is written {key}=VALUE" if key else ""
+
+
 # ---- a mistake as pydantic reports it
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import inspect
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -89,7 +90,12 @@ def check(config: Config) -> None:
         if produce.is_valid_sample:
             load("produce.is_valid_sample", produce.is_valid_sample, {})
         if produce.should_continue:
-            load("produce.should_continue", produce.should_continue, {})
+            rule = load("produce.should_continue", produce.should_continue, {})
+            if inspect.iscoroutinefunction(rule):  # its answer would be true, always
+                raise UserError(
+                    f"produce.should_continue: got {produce.should_continue!r}, which is async, "
+                    "allowed: a function that answers at once"
+                )
     for name, task in config.tasks.items():
         if task.rewards and not any(reward.weight for reward in task.rewards):
             raise UserError(
