@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock import cli
 from penstock.config import ModelConfig
@@ -155,6 +157,17 @@ def test_a_wrong_index_of_weights_is_one_line(model: Path, index: str) -> None:
 
 def rewrite(file: Path, **settings: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
+def test_weights_that_are_whole_numbers_are_refused(model: Path, dtype: torch.dtype) -> None:
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    tensors[name] = (tensors[name] * 100).to(dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"whose {re.escape(name)} has the format .* floating"):
+        load(model)
 
 
 def test_weights_that_contradict_the_config_are_named_with_both_shapes(model: Path) -> None:

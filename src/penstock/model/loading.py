@@ -116,24 +116,45 @@ def load_causal_lm(
             f"config.json ({len(mismatched)} such weights), allowed: a config.json of this checkpoint"
         )
     _check_report(model, path, report["missing_keys"], report["unexpected_keys"])
+    _refuse_integers(model, path, report["unexpected_keys"])
     return model.to(device).eval()
 
 
 def _reason(path: str, error: Exception) -> str:
     """What is wrong, in one line; with the file of weights, which safetensors does not name."""
-    from transformers.utils import cached_file
-
     words = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST_REASON]
     if not isinstance(error, SafetensorError):
         return words
-    config = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
-    for file in sorted(Path(config).parent.glob("*.safetensors")) if config else ():
+    for file in _files_of(path, "*.safetensors"):
         try:
             with safe_open(file, framework="pt"):
                 pass
         except SafetensorError as reason:
             return f"{file}: {reason}"
     return words
+
+
+def _files_of(path: str, pattern: str) -> list[Path]:
+    from transformers.utils import cached_file
+
+    config = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False)
+    return sorted(Path(config).parent.glob(pattern)) if config else []
+
+
+def _refuse_integers(model: Any, path: str, unexpected: Iterable[str]) -> None:
+    """Refuse weights that are stored as whole numbers: quantised ones, whose scales nobody would apply."""
+    if getattr(model.config, "quantization_config", None) is not None:
+        return
+    others = {*unexpected, *(name for name, _ in model.named_buffers())}
+    others |= {name.removeprefix(f"{model.base_model_prefix}.") for name in others}
+    for file in _files_of(path, "model*.safetensors"):
+        with safe_open(file, framework="pt") as stored:
+            for name in set(stored.keys()) - others:
+                if (dtype := stored.get_slice(name).get_dtype()).startswith(("I", "U", "BOOL")):
+                    raise UserError(
+                        f"model.path: got {path!r}, whose {name} has the format {dtype} and whose config.json has no "
+                        "quantization_config, allowed: weights that are floating-point numbers"
+                    )
 
 
 def _check_report(model: Any, path: str, missing: Iterable[str], unexpected: Iterable[str]) -> None:

@@ -62,8 +62,15 @@ class StoredWeights:
             self._open[file] = safe_open(file, framework="pt")
         return self._open[file].get_slice(name)
 
-    def has(self, name: str, shape: torch.Size) -> bool:
-        return name in self._files and tuple(self._slice(name).get_shape()) == tuple(shape)
+    def has(self, name: str, tensor: Tensor) -> bool:
+        """Whether a file has this tensor, of its shape, and as floating-point numbers where it is some."""
+        if name not in self._files:
+            return False
+        stored = self._slice(name)
+        is_float = "F" in stored.get_dtype()  # F32, BF16, F8_E4M3
+        return tuple(stored.get_shape()) == tuple(tensor.shape) and (
+            is_float or not tensor.is_floating_point()
+        )
 
     def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
         """A tensor, or some rows and columns of it."""
@@ -176,7 +183,7 @@ def build(
         return None  # parts of such a model have another dtype
     model.tie_weights()
     tensors = {**dict(model.named_parameters()), **_persistent_buffers(model)}
-    if not all(stored.has(name, tensor.shape) for name, tensor in tensors.items()):
+    if not all(stored.has(name, tensor) for name, tensor in tensors.items()):
         return None
     _fill_small(model, stored, device)
     return model.eval(), stored
