@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from penstock.compat import launch_distributed
 from penstock.compat.distributed import RULES, arguments_of, distributed_config
 from penstock.config import Config
+from penstock.config.demo import context_length
 from penstock.errors import UserError
 from penstock.store.run_folder import RunFolder
 
@@ -156,6 +157,28 @@ def test_a_batch_is_that_of_each_rank_with_prompts_of_its_own(tmp_path: Path) ->
     assert config_of(call(tmp_path, **more)).train.parallel.copies == 2
     plugin |= {"sequence_parallelism_mode": "all_to_all"}
     assert config_of(call(tmp_path, **more)).train.parallel.copies == 4
+
+
+def test_a_default_that_does_not_fit_the_model_is_lowered_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generation = {"temperature": 1.0}
+    config = config_of(call(tmp_path, generate_config=generation))
+    context = context_length("demo")
+    assert context is not None
+    assert config.sampling.max_tokens == context // 2
+    assert config.train.micro_batch_tokens == 2 * (32 + context // 2)
+    assert f"note: sampling.max_tokens = {context // 2}, lowered from" in capsys.readouterr().err
+    longer = config_of(call(tmp_path, generate_config=generation | {"max_new_tokens": 900}))
+    assert (
+        longer.sampling.max_tokens == 900
+    )  # the caller's own: refused by its name when the run starts
+
+
+def test_a_secret_in_the_call_is_refused(tmp_path: Path) -> None:
+    overrides = {"launch": {"environment": {"WANDB_API_KEY": "x" * 40}}}
+    with pytest.raises(UserError, match="got a secret"):
+        config_of(call(tmp_path, overrides=overrides))
 
 
 def test_dapo_of_the_example(tmp_path: Path) -> None:

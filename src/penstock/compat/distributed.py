@@ -19,10 +19,11 @@ from penstock.config import AlgorithmConfig, Config, ModelConfig, SamplingConfig
 from penstock.config.changes import flat
 from penstock.config.mistakes import rows
 from penstock.config.sections import Section
-from penstock.config.source import tree_of, validate
+from penstock.config.source import config_of, tree_of
 from penstock.config.tree import leaves
 from penstock.convert.tables import COLOSSALAI_LOSSES, DEFAULTS, colossalai_reward, rules
 from penstock.errors import UserError
+from penstock.files import say
 from penstock.run import entry
 from penstock.store.run_folder import CONFIG
 
@@ -82,11 +83,14 @@ def distributed_config(arguments: Mapping[str, Any]) -> Config:
         raise UserError("launch_distributed: got no model_config, allowed: a path in it")
     settings = {"launch.kind": "ray"} | settings_of("launch_distributed", arguments)
     settings["train.groups_per_step"] = arguments["train_batch_size"] * data_ranks(arguments)
-    settings |= _sizes(arguments, validate(tree_of(settings)))
+    settings |= _sizes(arguments, config_of(settings).config)
     overrides = flat(arguments["overrides"] or {})
     if "train.steps" in overrides:
         del settings["train.episodes"]
-    return validate(tree_of(settings | overrides))
+    loaded = config_of(settings | overrides)
+    for note in loaded.notes:
+        say(f"note: {note}", error=True)
+    return loaded.config
 
 
 def _sizes(arguments: Mapping[str, Any], config: Config) -> dict[str, Any]:

@@ -89,6 +89,17 @@ def load_config(
         origins = {k: v for k, v in origins.items() if not k.startswith(f"{key}.")}
         origins[key] = "command line"
         missing = {k: v for k, v in missing.items() if not k.startswith(key)}
+    return _checked(tree, origins, missing)
+
+
+def config_of(settings: Mapping[str, Any]) -> LoadedConfig:
+    """The config of settings that a Python call gives by their dotted keys."""
+    return _checked(tree_of(settings), dict.fromkeys(settings, "the call"), {})
+
+
+def _checked(
+    tree: dict[str, Any], origins: dict[str, str], missing: dict[str, str]
+) -> LoadedConfig:
     tree = models_of_runs(_refuse_depth(tree))
     refuse_secrets(tree)
     loaded = LoadedConfig(config=validate(tree), origins=origins, missing=missing)
