@@ -42,6 +42,19 @@ async def asynchronous(response, gt_answer):
 def full(rollout):
     return Score(value=2.0, parts={"a": 1.0}, format_ok=True, answer_ok=False, note="n")
 
+def of_numpy(rollout):
+    one = numpy.float32(1.0)
+    return {"value": one, "parts": {"a": one}, "answer_ok": numpy.bool_(True), "note": None}
+
+def score_of_numpy(rollout):
+    return Score(numpy.float32(1.0), parts=None, format_ok=numpy.bool_(False), parsed=7)
+
+def text_as_part(rollout):
+    return {"value": 1.0, "parts": {"a": "much"}}
+
+def text_as_verdict(rollout):
+    return Score(1.0, answer_ok="no")
+
 def best_of_group(rollouts, prompt):
     longest = max(len(r.text) for r in rollouts)
     return [float(len(r.text) == longest) for r in rollouts]
@@ -222,11 +235,31 @@ def test_a_group_function_must_give_one_value_each() -> None:
         ("raises", r"rollout task:0\.0: reward raises: KeyError: 'no such thing'"),
         ("text", r"rollout task:0\.0: reward text: got 'good', allowed: a number"),
         ("nan", r"rollout task:0\.0: reward nan: got the value nan, allowed: a finite number"),
+        (
+            "text_as_part",
+            r"reward text_as_part: got \{.*'much'.*, allowed: a number, a bool, a Score",
+        ),
+        (
+            "text_as_verdict",
+            r"reward text_as_verdict: got Score.*, allowed: a number, a bool, a Score",
+        ),
     ],
 )
 def test_faults_name_the_rollout(name: str, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         score(build(name))
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize("name", ["of_numpy", "score_of_numpy"])
+def test_figures_of_numpy_become_pythons_own(name: str) -> None:
+    """The journal refuses others, and the run with them."""
+    judged = score(build(name))
+    assert judged.value == 1.0
+    assert {type(judged.value), *map(type, judged.parts.values())} == {float}
+    assert {type(judged.answer_ok), type(judged.format_ok)} == {bool, type(None)}
+    assert isinstance(judged.note, str)
+    assert judged.parsed in (None, "7")
 
 
 @pytest.mark.usefixtures("module")

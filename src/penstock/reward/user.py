@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from numbers import Real
 from typing import Any, TypeVar
 
 from penstock.data.dataset import ground_truth
@@ -153,29 +154,50 @@ def _verl_score(value: Any) -> Score:
     """The score of verl's form: a number, or a dict with `score` and other figures."""
     if not isinstance(value, Mapping):
         return as_score(value)
-    if not isinstance(value.get("score"), int | float):
-        raise RewardError(f"got {value!r}, allowed: a number, or a dict with the number score")
-    parts = {k: float(v) for k, v in value.items() if k != "score" and isinstance(v, int | float)}
+    try:
+        score = float(value["score"])
+    except (KeyError, TypeError, ValueError):
+        raise RewardError(
+            f"got {value!r}, allowed: a number, or a dict with the number score"
+        ) from None
+    parts = {k: float(v) for k, v in value.items() if k != "score" and isinstance(v, Real)}
     verdict = bool(value["acc"]) if "acc" in value else None
-    return Score(value=float(value["score"]), parts=parts, answer_ok=verdict)
+    return Score(value=score, parts=parts, answer_ok=verdict)
 
 
 def as_score(value: Any) -> Score:
     """What a function gave as a Score: a number, a bool, a Score or a dict of its fields."""
-    if isinstance(value, Score):
-        return value
     if isinstance(value, bool):
         return Score(value=float(value), answer_ok=value)
     if type(value) is float:
         return Score(value)
     fields = value if isinstance(value, Mapping) else {"value": value}
     try:
-        return Score(**{**fields, "value": float(fields["value"])})
-    except (KeyError, TypeError, ValueError):
+        return _plain(value if isinstance(value, Score) else Score(**fields))
+    except (AttributeError, TypeError, ValueError):
         raise RewardError(
             f"got {value!r}, allowed: a number, a bool, a Score or a dict of its fields: "
             f"{', '.join(field.name for field in dataclasses.fields(Score))}"
         ) from None
+
+
+def _plain(score: Score) -> Score:
+    """The score in Python's own types, as the journal and the metrics need it; numpy's and torch's become them."""
+    return Score(
+        float(score.value),
+        {str(name): float(term) for name, term in (score.parts or {}).items()},
+        _verdict(score.format_ok),
+        _verdict(score.answer_ok),
+        str(score.note or ""),
+        None if score.parsed is None else str(score.parsed),
+        tuple(map(int, score.tests or ())),
+    )
+
+
+def _verdict(value: Any) -> bool | None:
+    if isinstance(value, str):
+        raise TypeError("a text is no verdict: bool('no') is True")
+    return None if value is None else bool(value)
 
 
 # -- shapes of functions ------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from penstock.config import RewardConfig
 from penstock.config.plugins import place_of
 from penstock.errors import RewardError, UserError
 from penstock.reward.protocol import AskPolicy, Reward, check_option_names, read_options
-from penstock.reward.user import UserFunction, UserObject
+from penstock.reward.user import UserFunction, UserObject, as_score
 from penstock.types import Prompt, Rollout, Score
 from penstock.waits import OpenWait, WaitKind, Waits
 
@@ -287,6 +287,7 @@ def _named(error: Exception, part: str, rollout_id: str) -> RewardError:
 
 
 def _checked(score: Score) -> Score:
+    score = as_score(score)
     if not math.isfinite(score.value):
         raise RewardError(f"got the value {score.value}, allowed: a finite number")
     return score
