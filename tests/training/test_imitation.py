@@ -19,6 +19,7 @@ from penstock.errors import UserError
 from penstock.rollout.agent.demonstration import Demonstrations
 from penstock.training.algo.method import check_algorithm
 from penstock.types import Batch, Group, Rollout, Status
+from stages.chat_policy import chat_template
 from stages.training_data import config_of, consumer_of, gradient_of, relative_gap, tiny_model
 from stages.trl_run import END, word_tokenizer
 
@@ -54,6 +55,34 @@ def test_assistant_turns_are_learned_and_nothing_else() -> None:
     whole, learned = shown(chat, row)
     assert whole == "<user>1+1=<assistant>so2<eos><user>2+2=<assistant>so4<eos>"
     assert learned == "so2<eos>so4<eos>"
+
+
+TOOL = {"function": {"name": "f", "arguments": {}}}
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ({"content": "e"}, "e<eos>"),  # letters of the end token
+        ({"content": "eos"}, "eos<eos>"),
+        ({"content": ""}, "<eos>"),
+        (
+            {"content": "", "tool_calls": [TOOL]},
+            '<tool_call>{"name": "f", "arguments": {}}</tool_call><eos>',
+        ),
+        (
+            {"content": "f", "tool_calls": [TOOL]},
+            'f<tool_call>{"name": "f", "arguments": {}}</tool_call><eos>',
+        ),
+    ],
+)
+def test_an_answer_is_learned_up_to_its_end_whatever_it_says(
+    answer: dict[str, Any], text: str
+) -> None:
+    chat = chat_template()
+    (row,) = shown_rows(chat, [{"role": "user", "content": "q"}], [{"role": "assistant", **answer}])
+    assert chat.decode_prompt(row.token_ids) == text
+    assert row.learned.all()
 
 
 def test_a_template_that_rewrites_earlier_turns_gets_a_row_for_each_answer() -> None:

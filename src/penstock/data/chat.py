@@ -290,9 +290,10 @@ class ChatTemplate:
         whole = self._apply_template(
             [dict(m) for m in messages], arguments or {}, add_generation_prompt=False
         )
-        start = len(prompt) if whole.startswith(prompt) else max(whole.rfind(content.strip()), 0)
-        place = whole.rfind(content.strip(), start)  # many templates trim
-        end = len(whole) if place < 0 else place + len(content.strip())
+        shown, text = self._special_texts.sub(lambda m: "\0" * len(m[0]), whole), content.strip()
+        start = len(prompt) if whole.startswith(prompt) else max(shown.rfind(text), 0)
+        place = shown.rfind(text, start) if text else start  # many templates trim
+        end = len(whole) if place < 0 else place + len(text)
         return whole[start:end].replace(_CUT, ""), whole[end:]
 
     def _end_of_turn(self) -> str:
@@ -356,7 +357,7 @@ class ChatTemplate:
                     tokenize=False,
                     **self._as_content(arguments),
                 )
-        except (OverflowError, MemoryError, RecursionError) as error:
+        except (TypeError, ArithmeticError, LookupError, MemoryError, RecursionError) as error:
             raise UserError(
                 f"chat template of {self._folder}: {error or type(error).__name__}"
             ) from None
