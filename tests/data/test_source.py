@@ -155,6 +155,49 @@ def test_a_broken_file_is_named_with_the_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("dataset_dict.json", "{nope"),
+        ("dataset_dict.json", "{}"),
+        ("state.json", "[]"),
+        ("state.json", '{"step": 3}'),
+    ],
+)
+def test_a_folder_that_save_to_disk_did_not_write_whole_is_named(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=f"{name}: got no list"):
+        find_files(str(tmp_path), {})
+
+
+def test_a_missing_part_and_a_damaged_page_are_named(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "gone.arrow"}]}')
+    with pytest.raises(UserError, match=r"gone\.arrow: No such file or directory"):
+        list(Records(str(tmp_path), {}))
+    file = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"prompt": [str(n) * 20 for n in range(3000)]}), file)
+    content = bytearray(file.read_bytes())
+    content[200:5000] = bytes(byte ^ 0x5A for byte in content[200:5000])
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"rows\.parquet: .*[Cc]orrupt"):
+        list(Records(str(file), {}))
+
+
+def test_the_home_of_a_user_who_is_not_there_is_no_file() -> None:
+    with pytest.raises(UserError, match=r"data: got '~nobody-here/rows\.jsonl', allowed"):
+        find_files("~nobody-here/rows.jsonl", {})
+
+
+def test_a_number_that_is_none_is_no_answer(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1+1", "answer": NaN}\n')
+    with pytest.raises(UserError, match="line 1: got neither an answer nor test_cases"):
+        validate_source("a", TaskConfig(data=str(file)))
+
+
 def test_a_glob_and_a_folder_read_all_files_in_order(tmp_path: Path) -> None:
     as_jsonl(tmp_path / "b.jsonl", ROWS[1:])
     as_jsonl(tmp_path / "a.jsonl", ROWS[:1])

@@ -17,6 +17,7 @@ import io
 import itertools
 import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -109,7 +110,7 @@ def names_files(data: str) -> bool:
 
 def find_files(data: str, options: Mapping[str, Any], default_split: str = "") -> list[Path]:
     """The files of a file, folder or glob, in order; raise a UserError if there are none."""
-    path = Path(data).expanduser()
+    path = Path(os.path.expanduser(data))  # which leaves a user that is not there
     is_folder = path.is_dir()
     allowed = ("split",) if is_folder else ()
     for name in options:
@@ -130,11 +131,12 @@ def find_files(data: str, options: Mapping[str, Any], default_split: str = "") -
 
 def _files_of_folder(folder: Path, split: str, default_split: str) -> list[Path]:
     if (folder / "dataset_dict.json").is_file():  # several datasets, one for each split
-        splits = json.loads((folder / "dataset_dict.json").read_text("utf-8"))["splits"]
+        splits = _saved_list(folder / "dataset_dict.json", "splits")
         folder, split = folder / choose_split(str(folder), splits, split, default_split), ""
     if (folder / "state.json").is_file():  # as `Dataset.save_to_disk` writes it
-        state = json.loads((folder / "state.json").read_text("utf-8"))
-        return [folder / part["filename"] for part in state["_data_files"]]
+        parts = _saved_list(folder / "state.json", "_data_files")
+        names = [str(part.get("filename")) for part in parts if isinstance(part, dict)]
+        return [folder / name for name in names]
     inside = [path for path in sorted(folder.rglob("*")) if path.is_file() and _format_of(path)]
     files = [
         path
@@ -152,6 +154,17 @@ def _files_of_folder(folder: Path, split: str, default_split: str) -> list[Path]
         return files
     wanted = choose_split(str(folder), splits, split, default_split)
     return [path for path, name in named.items() if name == wanted]
+
+
+def _saved_list(file: Path, key: str) -> list[Any]:
+    """What a file that save_to_disk wrote lists under a key."""
+    try:
+        value = json.loads(file.read_text("utf-8"))[key]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        value = None
+    if isinstance(value, list):
+        return value
+    raise UserError(f"data {file}: got no list {key!r}, allowed: the file that save_to_disk wrote")
 
 
 def _split_of(path: Path) -> str:
@@ -279,10 +292,9 @@ def _named_faults(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
         raise UserError(
             f"data {path}: not UTF-8 text: {error.reason} at byte {error.start}"
         ) from None
-    except PermissionError as error:
-        raise UserError(
-            f"data {path}: {error.strerror}, allowed: a file that can be read"
-        ) from None
+    except OSError as error:  # pyarrow's, too, of a page that is damaged
+        reason = error.strerror or _first_line(error)
+        raise UserError(f"data {path}: {reason}, allowed: a file that can be read") from None
 
 
 def _open(path: Path, parts: ContentHash) -> IO[bytes]:
@@ -301,7 +313,7 @@ def _read_jsonl(path: Path, parts: ContentHash) -> Iterator[Row]:
 def _parse_json(raw: bytes) -> Any:
     """The value of a JSON text; ValueError also for half a character, which no tokenizer reads."""
     text = raw.decode("utf-8-sig")
-    value = json.loads(text)
+    value = json.loads(text, parse_constant=lambda _: None)  # NaN is no value, as in `plain`
     if "\\ud" in text.lower():
         json.dumps(value, ensure_ascii=False).encode()
     return value
@@ -398,7 +410,7 @@ def _read_arrow(path: Path, parts: ContentHash) -> Iterator[Row]:
                     for row in batch.slice(start, _ROWS_AT_ONCE).to_pylist():
                         number += 1
                         yield number, plain(row)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OverflowError) as error:  # a date beyond Python's
         what = "a Parquet file" if is_parquet else "an Arrow stream"
         raise UserError(f"data {path}: not {what}: {_first_line(error)}") from None
 
