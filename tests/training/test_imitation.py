@@ -14,6 +14,7 @@ import torch
 from penstock.config import TaskConfig
 from penstock.data import load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.data.dataset import check_context
 from penstock.data.demonstration import shown_rows
 from penstock.errors import UserError
 from penstock.rollout.agent.demonstration import Demonstrations
@@ -132,6 +133,29 @@ def test_a_long_demonstration_is_cut_and_counted(tmp_path: Path) -> None:
     loop = Demonstrations(chat_of(KEEPS), system_prompt="", arguments={}, max_tokens=3)
     asyncio.run(loop.generate_group([rollout]))
     assert (rollout.text, rollout.finish_reason) == ("222", "length")
+
+
+@pytest.mark.parametrize("template", [KEEPS, FORGETS])
+def test_a_demonstration_is_cut_at_the_models_context(tmp_path: Path, template: str) -> None:
+    (prompt,) = demonstrations(tmp_path, {"messages": TALK})
+    loop = Demonstrations(
+        chat_of(template), system_prompt="", arguments={}, max_tokens=99, positions=9
+    )
+    rollout = Rollout(rollout_id="g.0", prompt_ids=prompt.token_ids, seed=0, prompt=prompt)
+    asyncio.run(loop.generate_group([rollout]))
+    assert len(prompt.token_ids) + len(rollout.response_ids) == 9
+    assert rollout.finish_reason == "length"
+
+
+def test_a_prompt_that_fills_the_context_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "1" * 300, "answer": "2"}))
+    fields = {"data": str(tmp_path / "data.jsonl"), "max_prompt_tokens": 400}
+    config = config_of(tasks={"train": fields | {"agent": "demonstration"}})
+    dataset = load_dataset("train", config.tasks["train"], chat_of(KEEPS))
+    with pytest.raises(
+        UserError, match=r"tasks\.train: a prompt of 302 tokens, allowed: less than"
+    ):
+        check_context(config, {"train": dataset})
 
 
 @pytest.mark.parametrize(

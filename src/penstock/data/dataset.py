@@ -253,10 +253,15 @@ def check_context(config: Config, datasets: Mapping[str, Dataset], section: str 
         return
     tasks = config.eval.tasks if section else config.tasks
     for name, dataset in datasets.items():
+        prompt = dataset.longest_kept
+        if tasks[name].demonstrates and prompt >= context:  # a longer demonstration is cut
+            raise UserError(
+                f"tasks.{name}: a prompt of {prompt} tokens, allowed: less than the model's context of {context}; "
+                f"lower tasks.{name}.max_prompt_tokens"
+            )
         if tasks[name].agent != "single_turn":
             continue  # an agent is held to the context at each call
         limit = (config.eval_sampling if section else config.task_sampling)(name).max_tokens
-        prompt = dataset.longest_kept
         if prompt + limit > context:
             raise UserError(
                 f"{section}tasks.{name}: a prompt of {prompt} tokens and {section}sampling.max_tokens = {limit} are "

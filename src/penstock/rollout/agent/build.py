@@ -105,6 +105,7 @@ def build_agent(
             system_prompt=task.system_prompt,
             arguments=task.chat_template_kwargs,
             max_tokens=sampling.max_tokens,
+            positions=positions,
         )
     if loop_class(where, task) is not None:
         return build_loop(where, task, sampling, engine=engine, reward=reward, decode=chat.decode)

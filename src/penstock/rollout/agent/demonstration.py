@@ -6,6 +6,7 @@ A demonstration's reward is its weight in the loss: 1.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,10 +28,14 @@ class Demonstrations(AgentLoop):
         system_prompt: str,
         arguments: Mapping[str, Any],
         max_tokens: int,
+        positions: int | None = None,
     ) -> None:
-        """max_tokens: of all that follows a prompt; a longer demonstration is cut there."""
+        """max_tokens: of all that follows a prompt; positions: the model's context, if it is known.
+
+        A longer demonstration is cut there.
+        """
         self._chat, self._system_prompt, self._arguments = chat, system_prompt, arguments
-        self._max_tokens = max_tokens
+        self._max_tokens, self._positions = max_tokens, positions or sys.maxsize
 
     async def generate_group(
         self, rollouts: list[Rollout], *, enable_partial_rollout: bool = False
@@ -49,7 +54,7 @@ class Demonstrations(AgentLoop):
             self._chat, prompt.messages, prompt.extra[TURNS], self._system_prompt, self._arguments
         )
         whole = sum(len(row.token_ids) for row in rows)
-        rows = _cut(rows, self._max_tokens)
+        rows = _cut(rows, self._max_tokens, self._positions)
         rollout.response_ids = np.concatenate([row.token_ids for row in rows])
         rollout.loss_mask = np.concatenate([row.learned for row in rows])
         length = len(rollout.response_ids)
@@ -64,12 +69,13 @@ class Demonstrations(AgentLoop):
         rollout.move_to(Status.COMPLETED)
 
 
-def _cut(rows: list[ShownRow], most: int) -> list[ShownRow]:
-    """The first `most` tokens behind the prompts."""
+def _cut(rows: list[ShownRow], most: int, positions: int) -> list[ShownRow]:
+    """The first `most` tokens behind the prompts, of each row those with a place in the model's context."""
     kept = []
     for row in rows:
-        if most <= 0:
+        size = min(most, positions - len(row.prompt_ids))
+        if size <= 0:
             break
-        kept.append(ShownRow(row.prompt_ids, row.token_ids[:most], row.learned[:most]))
+        kept.append(ShownRow(row.prompt_ids, row.token_ids[:size], row.learned[:size]))
         most -= len(row.token_ids)
     return kept
