@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.config import SamplingConfig, TaskConfig
@@ -18,6 +19,7 @@ from penstock.errors import UserError
 from penstock.rollout.agent.build import check_agent
 from penstock.rollout.agent.gym import Environment
 from penstock.rollout.agent.gym import make as make_gym
+from penstock.rollout.agent.inside import result_text
 from penstock.rollout.agent.tools import make as make_tools
 from penstock.store.journal.calls import ToolResult
 from penstock.types import Status
@@ -108,6 +110,23 @@ def test_a_tool_that_raises_or_is_unknown_tells_the_policy(file: Path) -> None:
     assert "missing 1 required positional argument" in prompts[1]
     assert "no tool sub; there are add" in prompts[2]
     assert [what for what, _ in kept.tools] == ["begun", "failed"]
+
+
+def test_results_that_json_does_not_know_reach_the_policy() -> None:
+    """Else the policy is told of a TypeError at every call, and the user of nothing."""
+    assert result_text(np.int64(5)) == "5"
+    assert result_text({"a": np.array([1, 2]), "b": np.bool_(True)}) == '{"a": [1, 2], "b": true}'
+    assert result_text(b"ab\xff") == '"ab\ufffd"'
+    assert result_text([Path("x")]) == '["x"]'
+
+
+def test_a_property_of_an_environment_is_not_read_before_its_reset(file: Path) -> None:
+    begin = "    def reset(self, number"
+    last = "    @property\n    def last(self):\n        return [][0]\n\n"
+    file.write_text(file.read_text().replace(begin, last + begin))
+    function = make_tools("o", {"env": f"{file}:Calculator"})
+    rollout, _, _ = play(function, tool_call("add", a=1, b=2), "done")
+    assert (rollout.error, rollout.reward) == ("", 3.0)
 
 
 def test_functions_are_tools_and_turns_are_bounded(file: Path) -> None:

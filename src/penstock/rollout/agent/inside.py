@@ -110,7 +110,17 @@ def tool_arguments(function: Any, call: Any) -> dict[str, Any]:
 
 
 def result_text(result: Any) -> str:
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    if isinstance(result, str):
+        return result
+    return json.dumps(result, ensure_ascii=False, default=_as_json)
+
+
+def _as_json(value: Any) -> Any:
+    """What JSON does not know, such as numpy's numbers: Python's own number or list, or else its text."""
+    to_list = getattr(value, "tolist", None)
+    if callable(to_list):
+        return to_list()
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def recorded_error(reason: str) -> Exception:
@@ -274,7 +284,7 @@ def call(
         else:
             model = Model(job, driver)
             result = function(task, model, **job["options"])
-        json.dumps(result)
+        result = json.loads(json.dumps(result, default=_as_json))
         return {"result": result, "earned": model.earned}
     except Exception as error:  # whatever the user's function raises is its rollout's outcome
         traceback.print_exc()  # to stderr, which the driver keeps

@@ -297,10 +297,10 @@ def make(where: str, options: Mapping[str, Any]) -> Callable[[Task, Model], Awai
         session, tools = session_of(model), Tools()
         limit = session.limits.tool_timeout_s
         async with _environment(kind, session) as environment:
-            callables = plain if environment is None else tools_of(environment)
             for name, schema in schemas.items():
+                function = plain[name] if environment is None else getattr(environment, name)
                 unknown = "fail" if environment is None else "rebuild"
-                tools.add(name, callables[name], schema, unknown)
+                tools.add(name, function, schema, unknown)
             async with open_servers(servers, limit, tools):
                 messages = list(task.messages)
                 text = await _reset(environment, task, model.seed, session)
@@ -324,9 +324,9 @@ async def _environment(kind: Any, session: Session) -> AsyncIterator[Any]:
             await session.apply(environment.close)
 
 
-def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
-    """The public methods of an environment, by name."""
-    members = inspect.getmembers(environment, callable)
+def tools_of(kind: type) -> dict[str, Callable[..., Any]]:
+    """The public methods of an environment's class, by name."""
+    members = inspect.getmembers(kind, callable)
     return {n: f for n, f in members if not n.startswith("_") and n not in _NOT_TOOLS}
 
 
