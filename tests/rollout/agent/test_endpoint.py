@@ -216,6 +216,56 @@ def test_refusals_are_those_of_openai() -> None:
     serve(main)
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, "image_url"),
+        ("/chat/completions", {"messages": [{"role": "user", "content": [1]}]}, "'int'"),
+        ("/chat/completions", {"messages": [{"role": "tool", "content": {"a": 1}}]}, "{'a': 1}"),
+        ("/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "[{}]"),
+        ("/chat/completions", {"messages": [{"role": "assistant", "tool_calls": "x"}]}, "'x'"),
+        ("/responses", {"input": []}, "got none"),
+        (
+            "/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input_image",
+        ),
+        ("/messages", {"messages": [{"role": "user", "content": []}]}, "got none"),
+        ("/messages", {"messages": [user("?")], "system": 5}, "content 5"),
+    ],
+)
+def test_what_the_policy_could_not_read_is_a_mistake_of_the_client(
+    path: str, body: Any, words: str
+) -> None:
+    """Neither left out in silence nor status 500, for which client libraries try again."""
+
+    async def main(endpoint: Endpoint) -> None:
+        key = endpoint.open(make_session(lambda prompt: "x"))
+        status, shown = await post(endpoint.base_url, key, body, path)
+        assert (status, words in shown["error"]["message"]) == (400, True), shown
+
+    serve(main)
+
+
+def test_half_a_character_and_images_of_tools_end_no_rollout() -> None:
+    async def main(endpoint: Endpoint) -> None:
+        prompts: list[str] = []
+        session = make_session(lambda prompt: (prompts.append(prompt), "x")[1])
+        key, url = endpoint.open(session), endpoint.base_url
+        status, _ = await post(url, key, {"messages": [user("a\ud800b")]})
+        assert (status, "a?b" in prompts[0]) == (200, True)
+        status, _ = await post(
+            url, key, {"messages": [{"role": "user", "content": [RESULT]}]}, "/messages"
+        )
+        assert status == 200
+
+    serve(main)
+
+
 def test_a_clients_retry_is_answered_with_the_same_call() -> None:
     async def main(endpoint: Endpoint) -> None:
         session = make_session(lambda prompt: "x")

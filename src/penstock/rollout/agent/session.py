@@ -172,6 +172,8 @@ class Session:
         if self._ended:
             raise EngineError("the rollout has ended")
         messages = [_plain(message) for message in messages]
+        if not messages:
+            raise UserError("messages: got none, allowed: at least one")
         tools_json = json.dumps(list(tools), ensure_ascii=False) if tools else ""
         place = self.tree.place(messages, tools_json)
         parent_ids = self.tree.ids(place.parent)
@@ -500,8 +502,23 @@ def _short(text: str) -> str:
 
 
 def _plain(message: Any) -> dict[str, Any]:
-    """A copy of a message as JSON holds it; it may be an object of a client library."""
+    """A copy of a message as JSON holds it; it may be an object of a client library.
+
+    Half a character, which no tokenizer reads, becomes a question mark. Raise UserError for calls of another form.
+    """
     table = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
-    return json.loads(
-        json.dumps({name: value for name, value in table.items() if value is not None})
-    )
+    text = json.dumps({name: value for name, value in table.items() if value is not None})
+    plain: dict[str, Any] = json.loads(text)
+    if "\\ud" in text:  # an escape of half a character, or of two halves
+        whole = json.dumps(plain, ensure_ascii=False)
+        plain = json.loads(whole.encode("utf-8", "replace"))
+    calls = plain.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
+        raise UserError(
+            f"messages: got the tool_calls {calls!r:.100}, allowed: a list of objects with a function"
+        )
+    return plain
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("function"), dict)

@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from penstock.errors import UserError
 from penstock.types import Choices, ModelCall, Rollout, Row, VersionSegment, extend_segments
 
 Message = Mapping[str, Any]
 _THINK = ("<think>", "</think>")
 ADDED_ROLES = frozenset({"tool", "user", "system", "developer"})  # what may follow an answer
+_TOLD_BY = frozenset({"user", "system", "developer"})  # roles whose words an agent writes
 
 
 @dataclass(slots=True, frozen=True)
@@ -160,14 +162,29 @@ def _joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
 
 
 def text_of(message: Message) -> str:
-    """The text of a message, whose content may be a string, a list of parts, or absent."""
+    """The text of a message, whose content may be a string, a list of parts, or absent.
+
+    Raise UserError for content that the policy would not see, such as an image that a user sends; an image among
+    the results of a tool is left out.
+    """
     content = message.get("content")
     if isinstance(content, str):
         return content
-    if not isinstance(content, Sequence):
-        return ""
-    parts = (part if isinstance(part, str) else str(part.get("text") or "") for part in content)
-    return "".join(parts)
+    if content is not None and not isinstance(content, list | tuple):
+        raise UserError(
+            f"messages: got the content {content!r:.100}, allowed: text, or a list of parts"
+        )
+    return "".join(_text_of_part(part, message.get("role")) for part in content or ())
+
+
+def _text_of_part(part: Any, role: Any) -> str:
+    if isinstance(part, str):
+        return part
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if text is None and (role in _TOLD_BY or not isinstance(part, Mapping)):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise UserError(f"messages: got a part of type {kind!r}, allowed: parts with text")
+    return str(text or "")
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:
