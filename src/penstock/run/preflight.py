@@ -26,6 +26,7 @@ from penstock.data.dataset import FEEDBACK, HINT, first_prompts, gives_own_rewar
 from penstock.data.source import hub_name
 from penstock.engine import ENGINES
 from penstock.errors import RewardError, UserError
+from penstock.files import say
 from penstock.inspection.track import TRACKERS
 from penstock.model.parallel_plan import check_parallel
 from penstock.reward import VerifiableReward
@@ -204,8 +205,15 @@ async def _try_reward(where: str, judge: VerifiableReward, prompts: list[Prompt]
         except RewardError as error:
             fault = error
     await judge.close()
-    if fault is not None and not isinstance(fault.__cause__, ValueError | LookupError):
+    if fault is None:
+        return
+    if not isinstance(fault.__cause__, ValueError | LookupError):
         raise UserError(f"{where}.rewards: a made-up response cannot be scored: {fault}")
+    say(  # it may be a matter of the response's form
+        f"warning: {where}.rewards: no made-up response could be scored: {fault}; a response whose reward raises is "
+        "made again, and ends the run if that happens often: a bad response is worth a number",
+        error=True,
+    )
 
 
 def check_model(path: str, key: str) -> None:
