@@ -332,6 +332,23 @@ def test_broken_toml_and_missing_file_are_named(tmp_path: Path, text: str) -> No
         load_config(tmp_path / "nowhere.toml")
 
 
+@pytest.mark.parametrize("where", ["tasks.train", "eval.tasks.held"])
+def test_a_reward_that_compares_is_refused_for_one_response(where: str) -> None:
+    """Each of its scores would fail, in an evaluation without ending the run."""
+    judge = "{type='judge', options={model='policy', rubric='x', mode='rank'}}"
+    words = [f"{where}.data=addition", f"{where}.rewards=[{judge}]", "train.steps=1"]
+    one = [
+        *words,
+        f"{where}.sampling={{num_generations=1, temperature=1.0}}",
+        "algorithm.name=reinforce",
+    ]
+    line = rf"{where}: num_generations got 1 with the reward judge, which compares responses, allowed: 2 or more"
+    with pytest.raises(UserError, match=line):
+        preflight.check(load_config(None, one).config)
+    two = [*words, f"{where}.sampling={{num_generations=2, temperature=1.0}}"]
+    preflight.check(load_config(None, two).config)
+
+
 def test_rewards_that_are_all_only_shown_are_refused() -> None:
     words = ["tasks.train.rewards=[{type='boxed', weight=0}]", "train.steps=1"]
     with pytest.raises(UserError, match=r"tasks.train.rewards: got weight 0 for every reward"):

@@ -101,6 +101,7 @@ class Judge(Reward):
             )
         self._settings = options
         self.needs_group = options.mode != "score"
+        self.fewest = 2 if self.needs_group else 1
         self._ask_policy, self._client = ask_policy, None
         if options.url:
             self._client = RetryingClient(
@@ -127,7 +128,7 @@ class Judge(Reward):
         """The judge's order of a group's responses."""
         if self._settings.mode == "score":
             return await super().score_group(rollouts, prompts)
-        if len(rollouts) < 2:
+        if len(rollouts) < self.fewest:
             raise RewardError(f"mode {self._settings.mode}: got 1 response, allowed: 2 or more")
         texts = [rollout.text for rollout in rollouts]
         if self._settings.mode == "rank":

@@ -61,6 +61,8 @@ class Reward(ABC):
     """A truncated response gets the lowest value; a negative weight would turn that round."""
     needs_group: bool = False
     """It compares the rollouts of a group: call `score_group`, not `score` or `score_each`."""
+    fewest: int = 1
+    """Responses that a group must have at least."""
     asks_policy: ClassVar[bool] = False
     """Its constructor takes `ask_policy`, too."""
     fields: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from penstock import reward
-from penstock.config import Config, TaskDataConfig
+from penstock.config import Config, SamplingConfig, TaskDataConfig
 from penstock.config.demo import text_settings
 from penstock.config.plugins import check_name, load
 from penstock.config.secrets import from_environment
@@ -104,6 +104,7 @@ def check(config: Config) -> None:
                 "of weight 0 is only shown)"
             )
         check_agent(f"tasks.{name}", task, config.task_sampling(name))
+        _check_group_size(f"tasks.{name}", task, config.task_sampling(name))
         if task.agent_actors and config.launch.kind != "ray":
             raise UserError(
                 f"tasks.{name}.agent_actors: got {task.agent_actors} with launch.kind = "
@@ -125,10 +126,22 @@ def _check_eval_tasks(config: Config) -> None:
     for name, task in config.eval.tasks.items():
         sampling = config.eval_sampling(name)
         check_agent(f"eval.tasks.{name}", task, sampling)
+        _check_group_size(f"eval.tasks.{name}", task, sampling)
         if sampling.num_generations > 1 and sampling.temperature == 0:
             raise UserError(
                 f"eval.tasks.{name}: num_generations got {sampling.num_generations} with temperature 0 "
                 "(greedy: all samples of a problem are equal), allowed: 1, or a temperature above 0"
+            )
+
+
+def _check_group_size(where: str, task: TaskDataConfig, sampling: SamplingConfig) -> None:
+    """Refuse a reward that compares responses where each prompt has too few of them."""
+    parts = reward.build_reward(task.rewards, max_tokens=1).parts if task.rewards else ()
+    for part in parts:
+        if sampling.num_generations < part.reward.fewest:
+            raise UserError(
+                f"{where}: num_generations got {sampling.num_generations} with the reward {part.name}, which compares "
+                f"responses, allowed: {part.reward.fewest} or more"
             )
 
 
