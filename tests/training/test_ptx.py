@@ -164,6 +164,9 @@ def test_a_text_begins_as_the_tokenizer_begins_one(tmp_path, adds) -> None:
         b'["text"]',
         b'{"messages": ["1+2=", "3"]}',
         b'{"messages": [{"role": "user"}, {"role": "assistant"}]}',
+        b'{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": null}]}',
+        b'{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": ["2"]}]}',
+        b'{"messages": [{"role": "assistant", "content": "1"}, {"role": "user", "content": "2"}]}',
         b'{"text": "\xff"}',
     ],
 )

@@ -74,16 +74,20 @@ def _encode(record: object, template: ChatTemplate) -> tuple[np.ndarray, int]:
     if isinstance(text, str):
         start = template.begin
         learned = np.concatenate([template.encode_text(text), template.eos_ids[:1]])
-    elif isinstance(messages, list) and len(messages) > 1 and all(map(_is_message, messages)):
+    elif isinstance(messages, list) and _shows_answer(messages):
         start = template.encode(messages[:-1])
         learned = answer_ids(template, messages)
     else:
         raise BadRecord(
             f"got fields {sorted(fields)}, allowed: `text`, or `messages` with at least two entries, each with "
-            "`role` and `content`"
+            "`role` and `content` as texts, the last of the assistant"
         )
     return np.concatenate([start, learned]), max(len(start), 1)
 
 
-def _is_message(entry: Any) -> bool:
-    return isinstance(entry, dict) and "role" in entry and "content" in entry
+def _shows_answer(messages: list[Any]) -> bool:
+    are_texts = all(
+        isinstance(entry, dict) and all(isinstance(entry.get(n), str) for n in ("role", "content"))
+        for entry in messages
+    )
+    return are_texts and len(messages) > 1 and messages[-1]["role"] == "assistant"
