@@ -106,9 +106,11 @@ def test_the_trace_is_written_where_it_is_asked_for(run: RunFolder, tmp_path: Pa
     assert json.loads(other.read_text())["traceEvents"]
 
 
-def test_a_cut_off_last_line_is_left_out(run: RunFolder) -> None:
+def test_a_line_that_is_cut_off_or_damaged_is_left_out(run: RunFolder) -> None:
     path = run.path / "timeline" / "events.jsonl"
-    path.write_text(path.read_text() + '{"lane": "tr')
+    damaged = '{"lane": "a", "what": "x", "start": "1", "end": 2.0}\n'
+    damaged += '{"lane": 1, "what": "x", "start": null, "end": 2.0}\n'
+    path.write_text(path.read_text() + damaged + '{"lane": "tr')
     assert len(read_events(run)) == 5  # the session's mark and four calls
 
 

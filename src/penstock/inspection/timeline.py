@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import UserError
 from penstock.files import read_rows, write_whole
@@ -68,15 +69,18 @@ class Lane:
 
 
 def read_events(folder: RunFolder) -> list[Event]:
-    """The events of a run in order of time; a last line that was cut off is left out."""
+    """The events of a run in order of time; lines that are cut off or damaged are left out."""
     path = folder.path / "timeline" / TIMELINE_FILE
     if not path.is_file():
         raise UserError(f"run {folder.path}: got no {path.name}, allowed: a run that wrote one")
-    names = {"lane", "what", "start", "end"}
-    events = [
-        Event(**row) for row in read_rows(path)[0] if names <= row.keys() <= names | {"detail"}
-    ]
+    events = [Event(**row) for row in read_rows(path)[0] if _is_event(row)]
     return sorted(events, key=lambda event: (event.start, -event.end))
+
+
+def _is_event(row: dict[str, Any]) -> bool:
+    are_texts = all(isinstance(row.get(name), str) for name in ("lane", "what"))
+    are_times = all(type(row.get(name)) in (int, float) for name in ("start", "end"))
+    return are_texts and are_times and row.keys() <= {"lane", "what", "start", "end", "detail"}
 
 
 def lanes(events: list[Event]) -> list[Lane]:
