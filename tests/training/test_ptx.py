@@ -10,10 +10,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from penstock.config import PtxConfig
+from penstock.config.demo import context_length
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.errors import UserError
 from penstock.training.parallel.ranks import Ranks
-from penstock.training.ptx import read_texts, text_group, texts_of_update
+from penstock.training.ptx import read_texts, text_group, texts_of, texts_of_update
 from penstock.types import Group
 from stages.training_data import (
     config_of,
@@ -93,6 +94,16 @@ def test_ranks_share_the_texts_of_an_update() -> None:
     shares = [texts_of_update(texts, 1, 3, Ranks(rank, 2)) for rank in range(2)]
     assert [text for pair in zip(*shares, strict=False) for text in pair] == whole[:2]
     assert shares[0][1] is whole[2]
+
+
+def test_a_text_is_cut_at_the_models_context(tmp_path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text(json.dumps({"text": "7" * 900}))
+    settings = {"coefficient": 0.5, "data": str(path), "max_tokens": 512}
+    config = config_of(model={"path": "demo"}, train={"ptx": settings})
+    (text,) = texts_of(config)
+    assert len(ids_of(text)) == context_length("demo")
+    assert texts_of(config_of()) == []
 
 
 def test_lines_become_tokens(tmp_path) -> None:

@@ -439,7 +439,7 @@ class PtxConfig(Section):
     sequences_per_step: int = Field(8, ge=1)
     """Texts added to every update."""
     max_tokens: int = Field(512, ge=2)
-    """Longest text in tokens; a longer one is cut at its end."""
+    """Longest text in tokens; a longer one is cut there, and at the model's context."""
 
 
 class ParallelConfig(Section):

@@ -61,7 +61,7 @@ from penstock.training.policy import (
     load_for_ranks,
     trainer_device,
 )
-from penstock.training.ptx import read_texts, texts_of_update
+from penstock.training.ptx import texts_of, texts_of_update
 from penstock.training.scorers import load_scorers, with_hints
 from penstock.training.snapshot import (
     load_snapshot,
@@ -179,16 +179,13 @@ class Consumer(Learner):
         if config.model.lora.rank:
             add_adapters(model, config.model.lora)
         reference, teachers = load_scorers(config, dtype)
-        texts = list[Group]()
-        if config.train.ptx.coefficient:
-            texts = read_texts(config.train.ptx, ChatTemplate.from_config(config.model))
         return cls(
             config,
             model,
             total_steps=total_steps,
             reference=reference,
             teachers=teachers,
-            texts=texts,
+            texts=texts_of(config),
             ranks=ranks,
             stored=stored,
         )

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.config import PtxConfig
+from penstock.config import Config, PtxConfig
+from penstock.config.demo import context_length
 from penstock.data.chat import ChatTemplate
 from penstock.data.demonstration import answer_ids
 from penstock.data.source import BadRecord, Records
@@ -46,8 +47,19 @@ def texts_of_update(texts: Sequence[Group], update: int, count: int, ranks: Rank
     return rank_share([texts[n % len(texts)] for n in range(first, first + count)], ranks)
 
 
-def read_texts(config: PtxConfig, template: ChatTemplate) -> list[Group]:
-    """Encode every record of the file, cut at max_tokens."""
+def texts_of(config: Config) -> list[Group]:
+    """The texts that a config asks for."""
+    if not config.train.ptx.coefficient:
+        return []
+    template = ChatTemplate.from_config(config.model)
+    return read_texts(config.train.ptx, template, context_length(config.model.path))
+
+
+def read_texts(
+    config: PtxConfig, template: ChatTemplate, context: int | None = None
+) -> list[Group]:
+    """Encode every record of the file, cut at max_tokens and at the model's context."""
+    most = min(config.max_tokens, context or config.max_tokens)
     if not Path(config.data).is_file():
         raise UserError(f"train.ptx.data: got {config.data!r}, allowed: a JSONL file that exists")
     texts, records = [], Records(config.data, {})
@@ -56,8 +68,8 @@ def read_texts(config: PtxConfig, template: ChatTemplate) -> list[Group]:
             ids, num_given = _encode(record, template)
         except BadRecord as error:
             raise UserError(f"train.ptx.data: {records.place(number)}: {error}") from None
-        if min(len(ids), config.max_tokens) > num_given:
-            texts.append(text_group(ids[: config.max_tokens], num_given))
+        if min(len(ids), most) > num_given:
+            texts.append(text_group(ids[:most], num_given))
     if not texts:
         raise UserError(
             f"train.ptx.data: got {config.data!r}, allowed: a file with a text of two tokens or more"
