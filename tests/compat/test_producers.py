@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from penstock.compat.producers import SimpleProducer
+from penstock.config.demo import context_length
 from penstock.errors import UserError
 from stages.simple_producer import ARGUMENTS
 
@@ -174,3 +175,14 @@ def test_an_evaluation_is_one_exact_pass(producer: SimpleProducer) -> None:
     assert result.problems == result.samples > 0
     path = producer._eval_folder / "heldout-step-1.jsonl"
     assert len(path.read_text().splitlines()) == result.samples
+
+
+def test_a_default_that_does_not_fit_the_model_is_lowered_and_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = SimpleProducer(**{**ARGUMENTS, "generate_config": {"temperature": 0.7}})
+    made.close()
+    context = context_length("demo")
+    assert context is not None
+    assert made.config.sampling.max_tokens == context // 2
+    assert f"note: sampling.max_tokens = {context // 2}, lowered" in capsys.readouterr().err

@@ -87,7 +87,12 @@ def distributed_config(arguments: Mapping[str, Any]) -> Config:
     overrides = flat(arguments["overrides"] or {})
     if "train.steps" in overrides:
         del settings["train.episodes"]
-    loaded = config_of(settings | overrides)
+    return checked_config(settings | overrides)
+
+
+def checked_config(settings: Mapping[str, Any]) -> Config:
+    """The config of a call's settings; tell what was lowered to fit the model."""
+    loaded = config_of(settings)
     for note in loaded.notes:
         say(f"note: {note}", error=True)
     return loaded.config

@@ -21,10 +21,10 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from penstock.compat.distributed import arguments_of, settings_of
+from penstock.compat.distributed import arguments_of, checked_config, settings_of
 from penstock.config.plugins import load
 from penstock.config.sections import AnnealConfig
-from penstock.config.source import to_toml, tree_of, validate
+from penstock.config.source import to_toml
 from penstock.data import load_dataset
 from penstock.data.chat import ChatTemplate
 from penstock.data.sampler import Sampler
@@ -66,7 +66,7 @@ class BaseProducer:
         own = {name: value for name, value in arguments.items() if name not in _OF_TRAINERS}
         settings = settings_of(type(self).__name__, own)
         settings["track.trackers"] = ["wandb"] if arguments["project_name"] else []
-        self.config = validate(tree_of(settings))
+        self.config = checked_config(settings)
         self._eval_folder = Path(arguments["eval_save_dir"])
         self._write_down(
             Path(arguments["log_dir"] or self._eval_folder),
