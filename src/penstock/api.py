@@ -416,11 +416,9 @@ def generate(
     from penstock.run.generate import generate_samples
     from penstock.run.session import model_config, outside_a_loop
 
-    config = model_config(_source(model), _overrides(settings or {}), trusted=trust)
-    named = {"max_tokens": max_tokens, "temperature": temperature}
-    chosen = {key: value for key, value in named.items() if value is not None}
-    sampling = type(config.sampling)(**{**config.sampling.model_dump(), **chosen})
-    config = config.model_copy(update={"sampling": sampling})  # no task is trained: greedy is fine
+    named = {"sampling.max_tokens": max_tokens, "sampling.temperature": temperature}
+    overrides = _overrides(named | dict(settings or {}))
+    config = model_config(_source(model), overrides, trusted=trust)
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     return outside_a_loop(
         lambda: generate_samples(config, texts, num_generations=num_generations, raw=raw)

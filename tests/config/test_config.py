@@ -130,7 +130,6 @@ def test_the_resolved_tree_survives_toml() -> None:
             ["train.mini_batches: got 4", "divisor"],
         ),
         (["sampling.min_tokens=9", "sampling.max_tokens=8"], ["min_tokens got 9"]),
-        (["sampling.temperature=0"], ["temperature got 0"]),
         (["produce.strategy=later"], ["produce.strategy: got 'later'", "'async' or 'sync'"]),
         (["tasks.train.sampling.top_k=-1"], ["tasks.train.sampling.top_k: got -1"]),
         (["tasks.train.sampling.topk=1"], ["tasks.train.sampling.topk: got 1", "top_k"]),

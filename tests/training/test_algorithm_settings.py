@@ -313,3 +313,16 @@ def test_dynamic_sampling_without_verdicts_looks_at_the_rewards() -> None:
     settings = resolve_settings(AlgorithmConfig(name="dapo"))
     assert keep_group([scored(0.5, None), scored(0.7, None)], settings)
     assert not keep_group([scored(0.5, None), scored(0.5, None)], settings)
+
+
+@pytest.mark.parametrize("where", ["sampling", "tasks"])
+def test_a_greedy_task_is_refused_before_weights_are_loaded(where: str) -> None:
+    sampling = {"temperature": 0.0, "num_generations": 1}
+    fields = (
+        {"sampling": sampling}
+        if where == "sampling"
+        else {"tasks": {"train": {"data": "addition", "sampling": sampling}}}
+    )
+    config = Config(**fields)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"sampling\.temperature got 0, allowed: above 0"):
+        check_algorithm(config)

@@ -265,11 +265,6 @@ def _check_tasks(config: Config) -> None:
                 f"tasks.{name}: sampling.min_tokens got {sampling.min_tokens}, "
                 f"allowed: at most sampling.max_tokens = {sampling.max_tokens}"
             )
-        if sampling.temperature == 0:
-            raise ValueError(
-                f"tasks.{name}: sampling.temperature got 0, allowed: above 0 for training "
-                "(greedy groups have no variance)"
-            )
 
 
 def _check_servers(config: Config) -> None:

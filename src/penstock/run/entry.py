@@ -107,7 +107,12 @@ def _settings(
     trust.check(folder.path, eras, trust=trusted)
     before = absolute_paths(eras[-1])
     config = absolute_paths(with_overrides(before, overrides))
-    return config, allowed_changes(before, config, pinned=record)
+    changes = allowed_changes(before, config, pinned=record)
+    if changes:
+        from penstock.training.algo.method import check_algorithm
+
+        check_algorithm(config)
+    return config, changes
 
 
 def _finished_steps(folder: RunFolder, config: Config) -> int:

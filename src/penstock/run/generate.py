@@ -16,7 +16,6 @@ import numpy as np
 
 from penstock.config import Config, TaskDataConfig
 from penstock.config.demo import context_length
-from penstock.config.sections import overlay
 from penstock.data.chat import ChatTemplate
 from penstock.data.dataset import first_prompts, gives_own_reward
 from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine, SamplingParams
@@ -100,15 +99,6 @@ def describe(samples: Iterable[Sample]) -> Iterable[str]:
         )
         pairs = zip(sample.tokens, sample.logprobs, strict=True)
         yield "  " + " ".join(f"{token!r}:{logprob:.2f}" for token, logprob in pairs)
-
-
-def with_temperature(config: Config, temperature: str) -> Config:
-    """The config with another sampling.temperature; 0 is fine, as no task is trained."""
-    try:
-        sampling = overlay(config.sampling, {"temperature": temperature}, "sampling")
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    return config.model_copy(update={"sampling": sampling})
 
 
 async def talk(

@@ -14,7 +14,6 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from penstock.config import Config
 from penstock.config.source import split_words
 from penstock.files import console, say
 
@@ -59,8 +58,10 @@ def generate(
 ) -> None:
     """Sample from a run or a model and print every token with its log-probability."""
     from penstock.run.generate import describe, generate_samples
+    from penstock.run.session import model_config
 
-    settings = _sampled_config(arguments, trusted=trust)
+    path, overrides = split_words(arguments or [])
+    settings = model_config(path, overrides, trusted=trust)
     for line in describe(generate_samples(settings, prompt, num_generations=samples, raw=raw)):
         say(line)
 
@@ -68,8 +69,10 @@ def generate(
 def chat(arguments: ModelArguments = None, trust: Trust = False) -> None:
     """Talk to a run or a model; /reset begins a new conversation. Shows the reward of a task's prompt."""
     from penstock.run.generate import HELP, talk
+    from penstock.run.session import model_config
 
-    settings = _sampled_config(arguments, trusted=trust)
+    path, overrides = split_words(arguments or [])
+    settings = model_config(path, overrides, trusted=trust)
     terminal = console()
     if sys.stdin.isatty():
         say(HELP, error=True)
@@ -79,19 +82,6 @@ def chat(arguments: ModelArguments = None, trust: Trust = False) -> None:
 
     scored = "tasks" in settings.model_fields_set
     asyncio.run(talk(settings, _questions(), write, scored=scored))
-
-
-def _sampled_config(arguments: list[str] | None, *, trusted: bool) -> Config:
-    """The config of a command that trains no task, so that a temperature of 0 is allowed."""
-    from penstock.run.generate import with_temperature
-    from penstock.run.session import model_config
-
-    path, overrides = split_words(arguments or [])
-    key = "sampling.temperature="
-    chosen = [word.removeprefix(key) for word in overrides if word.startswith(key)]
-    others = [word for word in overrides if not word.startswith(key)]
-    config = model_config(path, others, trusted=trusted)
-    return with_temperature(config, chosen[-1]) if chosen else config
 
 
 def _questions() -> Iterator[str]:

@@ -470,7 +470,12 @@ def _check_task(config: Config, task: str) -> None:
             f"tasks.{task}.agent: got {config.tasks[task].agent} with algorithm {settings.name}, allowed: "
             "demonstration with algorithm sft, another agent with another algorithm"
         )
-    generations = config.task_sampling(task).num_generations
+    sampling = config.task_sampling(task)
+    if sampling.temperature == 0:
+        raise UserError(
+            f"tasks.{task}: sampling.temperature got 0, allowed: above 0 for training (greedy groups have no variance)"
+        )
+    generations = sampling.num_generations
     if settings.needs_groups and generations < 2:
         raise UserError(
             f"tasks.{task}: sampling.num_generations got {generations} with algorithm "
