@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 # read when torch and Triton are imported, here and in every process that a test starts
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share two cores
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first product on a GPU
 
 # a run under nohup ignores it, and the runs of tests would inherit that
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

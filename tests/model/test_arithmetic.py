@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.errors import RunError, UserError
-from penstock.model import arithmetic
+from penstock.errors import RunError
 from penstock.model.arithmetic import arithmetic_of, explain_refusal, use_arithmetic, use_threads
 
 
@@ -31,7 +31,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
 
     monkeypatch.setattr(torch, "use_deterministic_algorithms", note)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return calls
 
 
@@ -64,7 +64,7 @@ def test_a_gpu_gets_the_chosen_one(
 ) -> None:
     use_arithmetic(kind, model_on("cuda", **config))
     assert chosen == [called]
-    assert arithmetic.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ  # it slows down every product
 
 
 @pytest.mark.parametrize(
@@ -88,15 +88,6 @@ def test_what_may_not_repeat_is_named(
     assert here.device == "NVIDIA H200"
     assert doubt in here.doubt
     assert bool(doubt) == bool(here.doubt)
-
-
-def test_a_workspace_that_changes_bits_is_refused(
-    chosen: list[tuple[bool, bool]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    with pytest.raises(UserError, match=r"got ':0:0' .* allowed: :4096:8 or :16:8"):
-        use_arithmetic("deterministic", model_on("cuda"))
-    use_arithmetic("fast", model_on("cuda"))
 
 
 def test_an_operation_without_a_fixed_order_is_named_with_the_way_out() -> None:
