@@ -84,7 +84,11 @@ def run_layer(
 
 def logits(family: Family, weights: Weights, hidden_KD: Tensor) -> Tensor:
     """The logits of normalised hidden states."""
-    logits_KV = weights.head(hidden_KD)
+    return scaled_logits(family, weights.head(hidden_KD))
+
+
+def scaled_logits(family: Family, logits_KV: Tensor) -> Tensor:
+    """Logits from the product of the head."""
     if family.logit_scale != 1.0:
         logits_KV = logits_KV * family.logit_scale
     if family.logit_cap is not None:

@@ -338,10 +338,11 @@ class Consumer(Learner):
             current.outcomes.append(self._apply_update(current.learning_rate, loss))
             if self.critic is not None:
                 current.value_outcomes.append(self.critic.apply_update(current.learning_rate))
+            if number == len(updates) - 1:  # queued before the host waits for figures
+                arrived = self.arrival.share(before)
             loss()
             for part in parts:
                 part.stats.flush()
-        arrived = self.arrival.share(before)
         for outcome in current.outcomes:  # first wait for what comes after the forward passes
             norm, finite = outcome()
             current.grad_norms.append(norm)

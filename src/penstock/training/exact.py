@@ -1,9 +1,9 @@
 """`model.arithmetic = "exact"`: the trainer's log-probs have the bits of those that the engine sampled with.
 
 A forward pass runs the engine's own operations over the packs of the trainer: products and attention in which a row
-does not depend on the others, and its log-probs. The backward pass computes each layer again by the trainer's
-operations, at the exact inputs, so gradients are those of the default. For one trainer rank and a family of the
-decoder; the engine's side is what `engine/transformers` does for every request.
+does not depend on the others, and its log-probs. The backward pass is the trainer's, at the exact inputs, so gradients
+are those of the default. On a GPU, each step of a layer has the engine's forward and the trainer's backward
+(`exact_ops.py`); elsewhere a layer is computed again for its gradients. For one trainer rank and a family of the decoder.
 """
 
 from __future__ import annotations
@@ -23,18 +23,27 @@ from penstock.engine.transformers.cpu.invariance import find_row_quantum
 from penstock.engine.transformers.cpu.packed_linear import ModelLinears, choose_linear
 from penstock.engine.transformers.kv_attention import KVShape
 from penstock.errors import UserError
+from penstock.model.arithmetic import any_order
 from penstock.model.attention import AttentionCall
-from penstock.model.decoder import Tables, logits, rotations, run_layer
-from penstock.model.decoder_weights import Linear, Weights, read_weights
+from penstock.model.decoder import (
+    Tables,
+    rotations,
+    run_layer,
+    run_layers,
+    scaled_logits,
+)
+from penstock.model.decoder_weights import Linear, Products, Weights, read_weights
 from penstock.model.families import Family
 from penstock.model.joint_weights import can_join
+from penstock.model.kernels.chains import Masters
+from penstock.model.kernels.trained_products import TrainProducts
 from penstock.model.ops import Ops, TorchOps
 from penstock.model.packed_attention import PackedStep, PackLayout, by_block
 from penstock.model.sampling import RowSampling, sample
-from penstock.training.logprobs import banned_here, without_chance
-from penstock.training.pack import Pack
+from penstock.training.logprobs import ExactScores, banned_here, without_chance
+from penstock.training.pack import Kept, Pack
 
-_LOGITS = 1 << 25  # that are scored at once
+_LOGITS = 1 << 25  # that are scored at once where some have no chance
 
 
 class Arithmetic(Protocol):
@@ -49,8 +58,8 @@ class Arithmetic(Protocol):
     def weights(self) -> Weights:
         """The weights, as the engine multiplies them."""
 
-    def step(self, step: PackedStep, rows: int) -> PackedStep:
-        """The step of a pack whose rows are padded to a number."""
+    def step(self, step: PackedStep, position_R: Tensor, dtype: torch.dtype) -> PackedStep:
+        """The step of a pack whose rows, at these positions, may be padded."""
 
     def tables(self, position_R: Tensor, dtype: torch.dtype) -> Tables:
         """The rotations of rows."""
@@ -65,8 +74,9 @@ class Arithmetic(Protocol):
 class ExactForward:
     """Consumes packs, produces hidden states and log-probs with the engine's bits and the trainer's gradients."""
 
-    def __init__(self, family: Family, how: Arithmetic) -> None:
-        self._family, self._how = family, how
+    def __init__(self, model: Any, family: Family, how: Arithmetic) -> None:
+        self._model, self._family, self._how = model, family, how
+        self._in_one_pass = False
 
     @classmethod
     def of(cls, model: Any, family: Family | None) -> ExactForward:
@@ -77,18 +87,33 @@ class ExactForward:
                 "docs/models.md, allowed: deterministic or fast"
             )
         on_gpu = next(model.parameters()).device.type == "cuda"
-        return cls(family, (CudaArithmetic if on_gpu else CpuArithmetic)(model, family))
+        return cls(model, family, (CudaArithmetic if on_gpu else CpuArithmetic)(model, family))
+
+    def table(self, masters: Masters) -> tuple[Ops, Products] | None:
+        """The operations of a trainer on a GPU whose steps have the engine's bits; None: not of this family."""
+        from penstock.model.kernels.exact_ops import ExactOps, ExactProduct, covers
+
+        products = TrainProducts(masters, ExactProduct)
+        self._in_one_pass = covers(self._family, read_weights(self._model, self._family, products))
+        return (ExactOps(masters), products) if self._in_one_pass else None
 
     def renew(self) -> None:
         """Compute with the weights as they are now."""
         self._how.renew()
 
-    def hidden_states(self, ops: Ops, weights: Weights, step: PackedStep, pack: Pack) -> Tensor:
+    def hidden_states(
+        self, ops: Ops, weights: Weights, step: PackedStep, pack: Pack, *, checkpoints: bool
+    ) -> Tensor:
         """The normalised hidden states of the predictors; `ops` and `weights` are the trainer's."""
-        family = self._family
+        family, position_T = self._family, pack.position_ids_T
         x_RD = ops.embed(family, weights, pack.input_ids_T)
-        tables = rotations(family, pack.position_ids_T, x_RD.dtype)
-        engine = _EnginePass(self._how, family, step, pack.position_ids_T, x_RD.dtype)
+        tables = rotations(family, position_T, x_RD.dtype)
+        if self._in_one_pass:
+            step = self._how.step(step, position_T, x_RD.dtype)
+            return run_layers(
+                ops, family, weights, step, tables, x_RD, pack.predictor_N, checkpoints=checkpoints
+            )
+        engine = _EnginePass(self._how, family, step, position_T, x_RD.dtype)
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
             kept = pack.predictor_N if index == last else None
@@ -99,33 +124,60 @@ class ExactForward:
             )
         return _in_two_ways(lambda x_ND: ops.norm(family, x_ND, weights.norm), engine.norm, x_RD)
 
-    def replace(self, logprob_N: Tensor, hidden_ND: Tensor, pack: Pack, how: Any) -> Tensor:
-        """Log-probs with the engine's values and the gradients of the trainer's."""
-        with torch.no_grad():
-            exact_N = self._logprobs(hidden_ND, pack, *how)
-        replaced_N: Tensor = _Replaced.apply(logprob_N, exact_N)
-        return replaced_N
+    def scores(self, pack: Pack, temperature_N: Tensor, banned: Any) -> ExactScores:
+        """What gives the logits of some of the pack's trained tokens, before scale and cap, and their log-probs."""
+        how, weights = self._how, self._how.weights()
+        banned = banned_here(banned, weights.embedding, 0)
+
+        def score(hidden_CD: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+            with how.alone():
+                raw_CV = weights.head(_padded(hidden_CD, how.quantum))[: len(hidden_CD)]
+                left = None if banned is None else (banned[0][part], banned[1])
+                return raw_CV, self._logprobs(
+                    raw_CV, left, None if pack.kept is None else pack.kept[part],
+                    pack.target_N[part], temperature_N[part],
+                )  # fmt: skip
+
+        return score
 
     def _logprobs(
-        self, hidden_ND: Tensor, pack: Pack, temperature_N: Tensor, banned: Any
+        self,
+        raw_CV: Tensor,
+        banned: tuple[Tensor, Tensor] | None,
+        kept: Kept | None,
+        target_C: Tensor,
+        temperature_C: Tensor,
     ) -> Tensor:
-        weights, parts = self._how.weights(), []
-        banned = banned_here(banned, weights.embedding, 0)
-        chunk = max(self._how.quantum, _LOGITS // len(weights.embedding))
-        for start in range(0, len(hidden_ND), chunk):
+        """The log-probs of tokens; a few at a time where top_k or top_p left some ids only."""
+        chunk = max(1, len(raw_CV) if kept is None else _LOGITS // raw_CV.shape[1])
+        parts = [raw_CV.new_zeros(0, dtype=torch.float32)]
+        for start in range(0, len(raw_CV), chunk):
             part = slice(start, start + chunk)
-            with self._how.alone():
-                rows_ND = _padded(hidden_ND[part], self._how.quantum)
-                logits_NV = logits(self._family, weights, rows_ND)[: len(hidden_ND[part])]
-                left = None if banned is None else (banned[0][part], banned[1])
-                kept = None if pack.kept is None else pack.kept[part]
-                dropped_NV = without_chance(left, kept, logits_NV)
-                if dropped_NV is not None:
-                    logits_NV = logits_NV.masked_fill(dropped_NV, -torch.inf)
-                parts.append(
-                    self._how.logprobs(logits_NV, pack.target_N[part], temperature_N[part])
-                )
-        return torch.cat(parts) if parts else temperature_N.new_zeros(0)
+            logits_PV = scaled_logits(self._family, raw_CV[part])
+            if kept is not None:
+                dropped_PV = without_chance(None, kept[start : start + len(logits_PV)], logits_PV)
+                assert dropped_PV is not None
+                logits_PV = logits_PV.masked_fill(dropped_PV, -torch.inf)
+            with _without(banned, part, logits_PV):
+                parts.append(self._how.logprobs(logits_PV, target_C[part], temperature_C[part]))
+        return torch.cat(parts)
+
+
+@contextlib.contextmanager
+def _without(
+    banned: tuple[Tensor, Tensor] | None, part: slice, logits_PV: Tensor
+) -> Iterator[None]:
+    """Give the banned columns no chance in the flagged rows, for a while: the logits may be the caller's."""
+    if banned is None:
+        yield
+        return
+    early_P1, columns = banned[0][part, None], banned[1]
+    values_PB = logits_PV.index_select(1, columns)
+    with any_order():  # no column comes twice
+        logits_PV.index_copy_(1, columns, values_PB.masked_fill(early_P1, -torch.inf))
+    yield
+    with any_order():
+        logits_PV.index_copy_(1, columns, values_PB)
 
 
 class _EnginePass:
@@ -141,8 +193,8 @@ class _EnginePass:
     ) -> None:
         self._how, self._family, self._weights = how, family, how.weights()
         position_R = _padded(position_T, how.quantum)
-        self._step = how.step(step, len(position_R))
         with how.alone():
+            self._step = how.step(step, position_R, dtype)
             self._tables = how.tables(position_R, dtype)
 
     def layer(self, index: int, kept_K: Tensor | None, x_TD: Tensor) -> Tensor:
@@ -173,16 +225,6 @@ def _in_two_ways(
 
     output: Tensor = checkpoint(compute, x, use_reentrant=True, preserve_rng_state=False)
     return output
-
-
-class _Replaced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, exact: Tensor) -> Tensor:
-        return exact.to(own.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
 
 
 def _padded(rows: Tensor, quantum: int) -> Tensor:
@@ -223,8 +265,8 @@ class CpuArithmetic:
                 self._weights = read_weights(self._model, self._family, _Copies(self._kind))
         return self._weights
 
-    def step(self, step: PackedStep, rows: int) -> PackedStep:
-        return _RowsOfPack(step, rows)
+    def step(self, step: PackedStep, position_R: Tensor, dtype: torch.dtype) -> PackedStep:
+        return _RowsOfPack(step, len(position_R))
 
     def tables(self, position_R: Tensor, dtype: torch.dtype) -> Tables:
         return rotations(self._family, position_R, dtype)
@@ -315,8 +357,10 @@ class CudaArithmetic:
     def weights(self) -> Weights:
         return self._weights
 
-    def step(self, step: PackedStep, rows: int) -> PackedStep:
-        return _RegionsOfPack(step)
+    def step(self, step: PackedStep, position_R: Tensor, dtype: torch.dtype) -> PackedStep:
+        from penstock.model.kernels.exact_ops import RegionsOfPack
+
+        return RegionsOfPack(step, self.tables(position_R, dtype))
 
     def tables(self, position_R: Tensor, dtype: torch.dtype) -> Tables:
         """In the layout of the engine's: a kernel adds up heads in an order that may depend on it."""
@@ -332,35 +376,3 @@ class CudaArithmetic:
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
-
-
-class _RegionsOfPack(PackedStep):
-    """The attention of a pack with the bits of a decode step: each row by itself, over its sequence's keys."""
-
-    def __init__(self, step: PackedStep) -> None:
-        super().__init__(step.layout, step.experts_TLC)
-        rows_S1 = self.layout.bounds_S1.long()
-        keys_S1 = rows_S1 if self.layout.shared is None else self.layout.shared.bounds_S1.long()
-        count_S, tokens = rows_S1.diff(), _tokens(self.layout)
-        own_S = torch.arange(len(count_S), device=count_S.device)
-        sequence_T = own_S.repeat_interleave(count_S, output_size=tokens)
-        before_S = keys_S1.diff() - count_S
-        place_T = torch.arange(tokens, device=count_S.device) - rows_S1[:-1][sequence_T]
-        self._start_T = keys_S1[:-1][sequence_T]
-        self._length_T = before_S[sequence_T] + place_T + 1
-
-    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        rows = (part[0].transpose(0, 1) for part in (key, value))
-        if self.layout.shared is None:
-            self._keys, self._values = (part.contiguous() for part in rows)
-        else:
-            index_K = self.layout.shared.index_K
-            self._keys, self._values = (part.index_select(0, index_K) for part in rows)
-
-    def attend(self, layer: int, call: AttentionCall) -> Tensor:
-        from penstock.model.kernels.decode_kernels import decode_attention
-
-        return decode_attention(
-            call.query[0].transpose(0, 1), self._keys, self._values, self._start_T, self._length_T,
-            call.scale, call.window, call.softcap, call.sinks, programs=0,
-        )[None]  # fmt: skip

@@ -59,6 +59,8 @@ class LogitRule:
 PLAIN_LOGITS = LogitRule()
 # Adds left^T right to the gradient of the weight's master.
 AddProduct = Callable[[Tensor, Tensor], None]
+# The product of some hidden states with the head, and the log-probs of their targets with the engine's bits.
+ExactScores = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,7 @@ def token_logprobs(
     kept: Kept | None = None,
     share: VocabularySlice | None = None,
     add_to: AddProduct | None = None,
+    exact: ExactScores | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of each target, entropy of each distribution) at the tokens' temperatures.
 
@@ -110,6 +113,7 @@ def token_logprobs(
         None if kept is None else Kept(kept.bounds_N1, kept.ids_M - first),
         None if share is None else share.axis,
         add_to,
+        exact,
     )
     return result
 
@@ -147,6 +151,7 @@ class _TokenLogprobs(torch.autograd.Function):
         kept: Kept | None,
         axis: Axis | None,
         add_to: AddProduct | None,
+        exact_scores: ExactScores | None,
     ) -> tuple[Tensor, Tensor]:
         count, vocabulary = len(hidden_ND), weight_VD.shape[0]
         exact = torch.promote_types(hidden_ND.dtype, torch.float32)
@@ -159,7 +164,10 @@ class _TokenLogprobs(torch.autograd.Function):
         gradients: list[Tensor] = []
         for start in range(0, count, chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            raw_CV = linear(hidden_ND[part], weight_VD, bias_V)
+            if exact_scores is None:
+                raw_CV, exact_C = linear(hidden_ND[part], weight_VD, bias_V), None
+            else:
+                raw_CV, exact_C = exact_scores(hidden_ND[part], part)
             logprobs_N[part], entropies_N[part], gradient_CV = score_chunk(
                 raw_CV,
                 targets_N[part],
@@ -171,6 +179,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 axis,
                 **_kept_part(kept, part),
             )
+            if exact_C is not None:
+                logprobs_N[part] = exact_C
             if gradient_CV is not None:
                 gradients.append(gradient_CV)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, temperatures_N, *gradients)
@@ -222,7 +232,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         if ctx.axis is not None:
             grad_hidden_ND = all_sum(grad_hidden_ND, ctx.axis)
-        return grad_hidden_ND, grad_weight_VD, grad_bias_V, *(None,) * 8
+        return grad_hidden_ND, grad_weight_VD, grad_bias_V, *(None,) * 9
 
 
 def warm_up(

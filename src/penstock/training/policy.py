@@ -109,6 +109,7 @@ class Policy(nn.Module):
         """Compute log-probs with the bits of the engine from now on."""
         is_plain = self.decodes and self._rank_decoder is None and not self.adapted_layers()
         self.exact = ExactForward.of(self.model, self.family if is_plain else None)
+        self._kernels = None
 
     @property
     def decodes(self) -> bool:
@@ -223,7 +224,9 @@ class Policy(nn.Module):
         ops, products = self._table()
         if self.exact is not None:
             weights = self._read_weights(products)
-            return self.exact.hidden_states(ops, weights, self._step(pack), pack)
+            return self.exact.hidden_states(
+                ops, weights, self._step(pack), pack, checkpoints=self._checkpoints
+            )
         if self._rank_decoder is not None:
             return self._rank_decoder.hidden_states(
                 ops, products, pack, self._step(pack), hidden, checkpoints=self._checkpoints
@@ -269,6 +272,8 @@ class Policy(nn.Module):
         """How the decoder computes: by kernels in half precision on a GPU, else in plain torch."""
         if self.device.type != "cuda" or self.model.dtype not in HALF_FORMATS:
             return TorchOps(), ModuleProducts()
+        if self._kernels is None and self.exact is not None:
+            self._kernels = self.exact.table(self._masters)
         if self._kernels is None:
             self._kernels = _kernels(self._masters, divided=self._rank_decoder is not None)
         return self._kernels
@@ -280,7 +285,7 @@ class Policy(nn.Module):
         bias = getattr(head, "bias", None)
         banned = None if early_N is None else (early_N, self.end_ids)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            logprobs_N, entropies_N = token_logprobs(
+            return token_logprobs(
                 hidden_ND,
                 head.weight,
                 bias,
@@ -291,11 +296,10 @@ class Policy(nn.Module):
                 kept=pack.kept,
                 share=self.head_share,
                 add_to=products.adder(head.weight) if isinstance(products, TrainProducts) else None,
+                exact=None
+                if self.exact is None
+                else self.exact.scores(pack, temperatures_N, banned),
             )
-            if self.exact is not None:
-                how = temperatures_N, banned
-                logprobs_N = self.exact.replace(logprobs_N, hidden_ND, pack, how)
-            return logprobs_N, entropies_N
 
     def warm_up(self, *, bans_ends: bool) -> None:
         """Compile the kernels of layers and head; `bans_ends`: some responses have min_tokens."""

@@ -69,12 +69,10 @@ class TrainOps:
         x_RD: Tensor,
     ) -> Tensor:
         assert isinstance(step, PackedStep)
-        parts = [*_norm(family, weights.norms[0]), weights.heads]
-        turn = _Turn(family, table, weights.head_norms)
+        parts = [*self._norm(family, weights.norms[0]), weights.heads]
+        turn = Turn(family, table, weights.head_norms)
         if _can_flash(family, step.layout, x_RD):
-            window = family.layers[index].window
-            flash = _Attention(turn, step.layout, window, weights.sinks)
-            return run(self.masters, [*parts, flash], x_RD)
+            return run(self.masters, [*parts, self._attention(turn, weights, index, step)], x_RD)
         if table is not None or weights.head_norms is not None:
             parts.append(turn)
         joint_RC = run(self.masters, parts, x_RD)
@@ -86,22 +84,39 @@ class TrainOps:
     def add_product(
         self, family: Family, x_RD: Tensor, rows_RN: Tensor, linear: Linear, norm: Tensor | None
     ) -> Tensor:
-        parts = [linear, *_norm(family, norm)]
+        parts = [linear, *self._norm(family, norm)]
         return run(self.masters, parts, rows_RN, x_RD, family.residual_scale)
 
     def mlp(self, family: Family, weights: LayerWeights, choose: Choose, x_RD: Tensor) -> Tensor:
         *_, before, after = weights.norms
-        parts = _norm(family, before)
+        parts = self._norm(family, before)
         if isinstance(weights.mlp, ExpertWeights):
             parts.append(functools.partial(_experts, self.masters, family, weights.mlp, choose))
         else:
             gates, down = weights.mlp
-            parts += [gates, *_gate(family.activation, down)]
-        parts += _norm(family, after)
+            parts += [gates, *self._gate(family.activation, down)]
+        parts += self._norm(family, after)
         return run(self.masters, parts, x_RD, x_RD, family.residual_scale)
 
     def norm(self, family: Family, x: Tensor, weight: Tensor | None) -> Tensor:
-        return run(self.masters, _norm(family, weight), x)
+        return run(self.masters, self._norm(family, weight), x)
+
+    # the steps that `exact_ops.py` computes in another way
+
+    def _norm(self, family: Family, weight: Tensor | None) -> list[Part]:
+        """The norm with this weight, as parts of a layer; None: none."""
+        if weight is None:
+            return []
+        if weight.shape[0] > layer_kernels.LARGEST:
+            return [lambda x: _TORCH.norm(family, x, weight)]
+        return [Norm(weight, family.epsilon, family.norm_adds_one)]
+
+    def _attention(self, turn: Turn, weights: LayerWeights, index: int, step: PackedStep) -> Part:
+        window = turn.family.layers[index].window
+        return Attention(turn, step.layout, window, weights.sinks)
+
+    def _gate(self, name: str, down: Linear) -> list[Part]:
+        return _gate(name, down)
 
 
 class _Embedding(torch.autograd.Function):
@@ -127,17 +142,8 @@ class _Embedding(torch.autograd.Function):
 # ---- norms
 
 
-def _norm(family: Family, weight: Tensor | None) -> list[Part]:
-    """The norm with this weight, as parts of a layer; None: none."""
-    if weight is None:
-        return []
-    if weight.shape[0] > layer_kernels.LARGEST:
-        return [lambda x: _TORCH.norm(family, x, weight)]
-    return [_Norm(weight, family.epsilon, family.norm_adds_one)]
-
-
 @dataclass(slots=True, eq=False)
-class _Norm(chains.Step):
+class Norm(chains.Step):
     weight: Tensor
     epsilon: float
     adds_one: bool
@@ -182,7 +188,7 @@ class _Norm(chains.Step):
 
 
 @dataclass(slots=True, eq=False)
-class _Turn(chains.Step):
+class Turn(chains.Step):
     """Norms and rotation of the queries and keys in a joint product."""
 
     family: Family
@@ -243,10 +249,10 @@ def _attend_plainly(
 
 
 @dataclass(slots=True, eq=False)
-class _Attention(chains.Step):
+class Attention(chains.Step):
     """Turned queries and keys, and flash attention, on the joint product without copies."""
 
-    turn: _Turn
+    turn: Turn
     layout: PackLayout
     window: int | None
     sinks: Tensor | None  # a score of each head that has no value
@@ -278,8 +284,12 @@ class _Attention(chains.Step):
             keys_HR, sums_HR = sums_HR, torch.logaddexp(sums_HR, self._sinks_H1)
             share_RH1 = (keys_HR - sums_HR).exp().t()[..., None]
             output_RHD.mul_(share_RH1)
-        output_RN = output_RHD.reshape(len(x), -1)
+        output_RN = self._output(query, key, value, output_RHD).reshape(len(x), -1)
         return output_RN, (*saved, query, key, value, output_RN, sums_HR, *rest)
+
+    def _output(self, query: Tensor, key: Tensor, value: Tensor, flash_RHD: Tensor) -> Tensor:
+        """The output, which the flash kernel has computed too."""
+        return flash_RHD
 
     def backward(
         self, grad: Tensor, saved: Sequence[Tensor], added: Tensor | None
@@ -313,8 +323,8 @@ def _gate(name: str, down: Linear) -> list[Part]:
     if name not in layer_kernels.ACTIVATIONS:
         return [functools.partial(_plain_gate, name), down]
     if isinstance(down, Product):
-        return [_Gate(name, down)]
-    return [_Gate(name, None), down]
+        return [Gate(name, down)]
+    return [Gate(name, None), down]
 
 
 def _plain_gate(name: str, both_RF: Tensor) -> Tensor:
@@ -323,7 +333,7 @@ def _plain_gate(name: str, both_RF: Tensor) -> Tensor:
 
 
 @dataclass(slots=True, eq=False)
-class _Gate(chains.Step):
+class Gate(chains.Step):
     """The gate, and the product after it, for which the activation is computed again in backward.
 
     Kept, it would be a third of what a layer keeps. None: the product is a module's, which keeps it.
@@ -333,17 +343,20 @@ class _Gate(chains.Step):
     down: Product | None
 
     def forward(self, x: Tensor, *, owned: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-        gate_RF, up_RF = x.chunk(2, -1)
-        active_RF = layer_kernels.gate_values(gate_RF, up_RF, self.activation)
+        active_RF = self._active(x)
         return active_RF if self.down is None else self.down.multiply(active_RF), (x,)
 
     def forward_onto(
         self, x: Tensor, residual: Tensor, scale: float, *, owned: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        active_RF, saved = _Gate(self.activation, None).forward(x, owned=owned)
+        active_RF = self._active(x)
         if self.down is None:
-            return chains.add_scaled_(active_RF, residual, scale), saved
-        return self.down.multiply_onto(active_RF, residual, scale), saved
+            return chains.add_scaled_(active_RF, residual, scale), (x,)
+        return self.down.multiply_onto(active_RF, residual, scale), (x,)
+
+    def _active(self, both_RF: Tensor) -> Tensor:
+        gate_RF, up_RF = both_RF.chunk(2, -1)
+        return layer_kernels.gate_values(gate_RF, up_RF, self.activation)
 
     def backward(
         self, grad: Tensor, saved: Sequence[Tensor], added: Tensor | None

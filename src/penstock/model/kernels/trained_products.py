@@ -284,8 +284,8 @@ class _GroupedProduct(Product):
 class TrainProducts:
     """Joint products of plain linear layers and stacks of experts; anything else through its own module."""
 
-    def __init__(self, masters: Masters) -> None:
-        self._masters = masters
+    def __init__(self, masters: Masters, kind: type[JointProduct] = JointProduct) -> None:
+        self._masters, self._kind = masters, kind
         self._products: dict[tuple[int, ...], JointProduct] = {}
 
     def joint(self, modules: list[Any]) -> Linear:
@@ -298,7 +298,7 @@ class TrainProducts:
             biases = [module.bias for module in modules if module.bias is not None]
             if not self._fits(weights, biases):
                 return _modules.joint(modules)
-            self._products[key] = JointProduct(
+            self._products[key] = self._kind(
                 Joint(weights, self._masters), Joint(biases, self._masters) if biases else None
             )
         return self._products[key]
