@@ -66,7 +66,9 @@ def test_values_are_near_and_gradients_those_of_plain_torch(
 def test_a_family_with_other_parts_is_computed_twice(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact_policy(case, monkeypatch)
+    plain, (policy, _) = Policy(decoder(case), longest=80), exact_policy(case, monkeypatch)
+    cut_layers(plain, policy)
+    torch.testing.assert_close(run_pack(policy), run_pack(plain), rtol=0, atol=3e-5)
 
 
 def test_a_row_of_a_pack_sees_its_context_and_what_comes_before_it() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.model.attention import can_use_flash
+from penstock.model.attention import AttentionCall, can_use_flash
 from penstock.model.decoder import Tables
 from penstock.model.decoder_weights import LayerWeights, Linear, Weights
 from penstock.model.families import Family
@@ -61,6 +61,26 @@ class RegionsOfPack(PackedStep):
         place_T = torch.arange(tokens, device=count_S.device) - rows_S1[:-1][sequence_T]
         self.start_T = keys_S1[:-1][sequence_T]
         self.length_T = before_S[sequence_T] + place_T + 1
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        key_TGD, value_TGD = (part[0].transpose(0, 1) for part in (key, value))
+        if self.layout.shared is not None:
+            index_K = self.layout.shared.index_K
+            key_TGD, value_TGD = (part.index_select(0, index_K) for part in (key_TGD, value_TGD))
+        self._stored = key_TGD, value_TGD
+
+    def attend(self, layer: int, call: AttentionCall) -> Tensor:
+        query_TBD = call.query[0].transpose(0, 1)
+        return self.mix(query_TBD, *self._stored, call)[None]
+
+    def mix(
+        self, query_THD: Tensor, key_KGD: Tensor, value_KGD: Tensor, call: AttentionCall
+    ) -> Tensor:
+        """The attention of queries to the keys of all sequences; `call` says how scores are made."""
+        return decode_kernels.decode_attention(
+            query_THD, key_KGD.contiguous(), value_KGD.contiguous(), self.start_T, self.length_T,
+            call.scale, call.window, call.softcap, call.sinks, programs=0,
+        )  # fmt: skip
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -133,10 +153,9 @@ class _Attention(train_ops.Attention):
     step: RegionsOfPack
 
     def _output(self, query: Tensor, key: Tensor, value: Tensor, flash_RHD: Tensor) -> Tensor:
-        return decode_kernels.decode_attention(
-            query, key.contiguous(), value.contiguous(), self.step.start_T, self.step.length_T,
-            self.turn.family.scale, self.window, None, self.sinks, programs=0,
-        )  # fmt: skip
+        scale = self.turn.family.scale
+        call = AttentionCall(query, key, value, scale, self.window, None, self.sinks)
+        return self.step.mix(query, key, value, call)
 
 
 @dataclass(slots=True, eq=False)

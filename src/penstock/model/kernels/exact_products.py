@@ -7,9 +7,11 @@ the inputs in their order, by the same instructions for few rows and many. Engin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,7 +21,8 @@ from penstock.model.decoder_weights import Linear
 from penstock.model.joint_weights import LinearStack, can_join, join_weights
 from penstock.model.kernels.row_tiles import cdiv
 
-_FEW = 64  # rows of one tile
+_FILLED = 264  # tiles that keep a large GPU busy: two for each processor
+_SHARED_BYTES = 160_000  # of a processor's memory, which the largest tile needs
 _GROUP = 8  # tiles of rows that read the same weights one after another
 Part = tuple[Tensor, Tensor | None]  # weight and bias
 
@@ -62,16 +65,11 @@ def multiply(x_RK: Tensor, parts: Sequence[Part]) -> Tensor:
     x_RK = x_RK if x_RK.stride(-1) == 1 else x_RK.contiguous()
     rows, inputs = x_RK.shape
     output_RN = x_RK.new_empty(rows, sum(len(weight) for weight, _ in parts))
-    if x_RK.dtype.itemsize > 2:  # no tensor cores
-        tile, block, how = (16, 32), 32, {"num_warps": 4, "num_stages": 2}
-    elif rows <= _FEW:
-        tile, block, how = (_FEW, 64), 64, {"num_warps": 4, "num_stages": 4}
-    else:
-        tile, block, how = (128, 128), 64, {"num_warps": 8, "num_stages": 3}
     first, kernel = 0, _multiply
     for weight, bias in parts:
         width = len(weight)
         assert weight.is_contiguous()
+        tile, block, how = _tiles(x_RK, width)
         launch: Any = kernel[(cdiv(rows, tile[0]) * cdiv(width, tile[1]),)]
         launch(
             x_RK, weight, weight if bias is None else bias, output_RN[:, first:], rows,
@@ -81,6 +79,33 @@ def multiply(x_RK: Tensor, parts: Sequence[Part]) -> Tensor:
         )  # fmt: skip
         first += width
     return output_RN
+
+
+def _tiles(x_RK: Tensor, width: int) -> tuple[tuple[int, int], int, dict[str, int]]:
+    """Rows and columns of a tile, inputs that it adds at once, and how it is launched.
+
+    Any of the tiles of half precision gives the same bits: the largest of which there are enough is the fastest.
+    """
+    rows = len(x_RK)
+    if x_RK.dtype.itemsize > 2:  # no tensor cores
+        return (16, 32), 32, {"num_warps": 4, "num_stages": 2}
+    if (
+        cdiv(rows, 128) * cdiv(width, 256) >= 2 * _FILLED
+        and _shared_bytes(x_RK.device) >= _SHARED_BYTES
+    ):
+        return (128, 256), 64, {"num_warps": 8, "num_stages": 3}
+    if rows >= 512 and cdiv(rows, 128) * cdiv(width, 128) >= _FILLED:
+        return (128, 128), 64, {"num_warps": 8, "num_stages": 3}
+    if cdiv(rows, 64) * cdiv(width, 128) >= _FILLED:
+        return (64, 128), 64, {"num_warps": 4, "num_stages": 3}
+    if cdiv(rows, 64) * cdiv(width, 64) >= 100:
+        return (64, 64), 64, {"num_warps": 4, "num_stages": 4}
+    return (64, 32), 64, {"num_warps": 4, "num_stages": 4}
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
 
 
 class ExactLinear:
