@@ -174,7 +174,7 @@ def test_an_exact_row_has_the_same_bits_in_a_prompt_its_parts_a_decode_step_and_
         key_T, temperature_T = torch.zeros_like(ids_T), torch.ones(ROWS, device=DEVICE)
         _, wanted_T = sample_rows(wanted[:-1].contiguous(), key_T, key_T, temperature_T, ids_T[1:])
     policy = Policy(trained, longest=LONGEST)
-    policy.exact = ExactForward(policy.family, CudaArithmetic(trained, policy.family))
+    policy.exact = ExactForward(trained, policy.family, CudaArithmetic(trained, policy.family))
     other = np.concatenate([ids[:9], ids[:3]])  # shares a prompt of nine tokens
     predictors = [np.arange(8, ROWS - 1), np.arange(8, len(other) - 1)]
     pack = make_pack([0, 1], [ids, other], predictors, [0, len(predictors[0])], DEVICE)
