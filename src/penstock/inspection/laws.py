@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,7 +47,10 @@ def row_faults(journal: Journal, eras: Sequence[EraBounds], *, recorded: bool) -
         chosen = frozenset().union(*(era.chosen for era in eras))
         yield from _prompt_faults(journal, eras[-1].seed, chosen)
         yield from _age_faults(journal, eras)
-        yield from _staleness_faults(journal, eras)
+        for task, step, value in staleness(journal):
+            bound = _bound(task, step, eras)
+            if bound is not None and value > bound:
+                yield f"task {task}: step {step} trained a sample of staleness {value}, allowed: {bound}"
 
 
 # -- groups and batches ------------------------------------------------------------------------
@@ -153,8 +156,7 @@ def _prompt_faults(journal: Journal, seed: int, chosen: frozenset[str]) -> Itera
     left out.
     """
     facts = journal.read_identity()
-    tasks = [task for (task,) in journal.query("SELECT DISTINCT task FROM groups")]
-    for task in tasks:
+    for (task,) in journal.query("SELECT DISTINCT task FROM groups"):
         size = json.loads(facts.get(f"tasks.{task}.data", "{}")).get("prompts")
         if size and task not in chosen:
             since = int(facts.get(f"tasks.{task}.data since cursor", "0"))
@@ -195,21 +197,13 @@ def _task_prompt_faults(
 
 def _age_faults(journal: Journal, eras: Sequence[EraBounds]) -> Iterator[str]:
     """Groups that wait longer than a run lets them: in flight, to be retried, to be trained."""
-    yield from _waiting_faults(journal, eras[-1].longest_wait)
-    (last,) = journal.query("SELECT MAX(step) FROM steps")[0]
-    for task in eras[-1].allowed:
-        bound = _bound(task, last or 1, eras)
-        if bound is not None:
-            yield from _unexpired(journal, task, bound)
-
-
-def _waiting_faults(journal: Journal, longest_wait: Mapping[str, int]) -> Iterator[str]:
-    """Groups that neither landed nor were issued again in `longest_wait` steps of their task.
-
-    By the numbers of events, never by the clock, which can be put back under a run.
-    """
-    for task, limit in longest_wait.items():
-        commits = _commits(journal, task)
+    # By the numbers of events, never by the clock, which can be put back under a run.
+    for task, limit in eras[-1].longest_wait.items():
+        commits = journal.query(  # of steps that trained groups of the task, with the events before
+            "SELECT step, num_events FROM steps WHERE committed AND step IN"
+            " (SELECT step FROM groups WHERE task = ? AND step IS NOT NULL) ORDER BY step",
+            (task,),
+        )
         for group_id, state, since in _waiting(journal, task):
             first = bisect_left([num_events for _, num_events in commits], since)
             if len(commits) - first > limit:
@@ -218,6 +212,11 @@ def _waiting_faults(journal: Journal, longest_wait: Mapping[str, int]) -> Iterat
                     f"group {group_id}: {what} since step {commits[first][0]}, for "
                     f"{len(commits) - first} steps of task {task}, allowed: {limit}"
                 )
+    (last,) = journal.query("SELECT MAX(step) FROM steps")[0]
+    for task in eras[-1].allowed:
+        bound = _bound(task, last or 1, eras)
+        if bound is not None:
+            yield from _unexpired(journal, task, bound, last)
 
 
 def _waiting(journal: Journal, task: str) -> Iterator[tuple[str, str, int]]:
@@ -239,18 +238,8 @@ def _waiting(journal: Journal, task: str) -> Iterator[tuple[str, str, int]]:
         later = min(filter(None, (first, later)), default=None)
 
 
-def _commits(journal: Journal, task: str) -> Sequence[tuple[int, int]]:
-    """(step, number of events before its commit) of the steps that trained groups of the task."""
-    return journal.query(
-        "SELECT step, num_events FROM steps WHERE committed AND step IN"
-        " (SELECT step FROM groups WHERE task = ? AND step IS NOT NULL) ORDER BY step",
-        (task,),
-    )
-
-
-def _unexpired(journal: Journal, task: str, bound: int) -> Iterator[str]:
+def _unexpired(journal: Journal, task: str, bound: int, last: int | None) -> Iterator[str]:
     """Buffered groups that the last step should have found too old: landed two commits before it."""
-    (last,) = journal.query("SELECT MAX(step) FROM steps")[0]
     for group_id, version in journal.query(
         "SELECT group_id, oldest_version FROM groups WHERE task = ? AND state = 'buffered'"
         " AND status = 'completed' AND ? - oldest_version - 1 > ? AND"
@@ -270,13 +259,6 @@ def staleness(journal: Journal) -> list[tuple[str, int, int]]:
         "SELECT task, step, MAX(step - oldest_version - 1) FROM rollouts"
         " WHERE step IS NOT NULL AND oldest_version IS NOT NULL GROUP BY task, step ORDER BY step"
     )
-
-
-def _staleness_faults(journal: Journal, eras: Sequence[EraBounds]) -> Iterator[str]:
-    for task, step, value in staleness(journal):
-        bound = _bound(task, step, eras)
-        if bound is not None and value > bound:
-            yield f"task {task}: step {step} trained a sample of staleness {value}, allowed: {bound}"
 
 
 def _bound(task: str, step: int, eras: Sequence[EraBounds]) -> int | None:
@@ -330,7 +312,14 @@ class Contents:
 def read_contents(journal: Journal) -> Contents:
     """Compare every group that a step took with the trainer's record, and with its calls."""
     contents = Contents()
-    records = _records(journal)
+    trained = journal.query(
+        "SELECT step, trained FROM steps WHERE committed AND trained IS NOT NULL AND pruned_at IS NULL"
+    )
+    records = {  # the trainer's hash of each group that it trained and that has its tokens
+        (step, group_id): fingerprint
+        for step, groups in trained
+        for group_id, fingerprint in json.loads(groups)
+    }
     of_agents = {group_id for (group_id,) in journal.query("SELECT DISTINCT group_id FROM calls")}
     rows = journal.query(
         "SELECT group_id, step FROM groups WHERE state IN ('taken', 'trained') ORDER BY step, position"
@@ -356,18 +345,6 @@ def read_contents(journal: Journal) -> Contents:
         ended = {name: outcomes.get(name, 0) for name in ("done", "failed", "unknown")}
         contents.tools = ended | {"unknown": ended["unknown"] + outcomes.get(None, 0)}
     return contents
-
-
-def _records(journal: Journal) -> dict[tuple[int, str], str]:
-    """The trainer's hash of each group that it trained and that has its tokens, by (step, group)."""
-    rows = journal.query(
-        "SELECT step, trained FROM steps WHERE committed AND trained IS NOT NULL AND pruned_at IS NULL"
-    )
-    return {
-        (step, group_id): fingerprint
-        for step, trained in rows
-        for group_id, fingerprint in json.loads(trained)
-    }
 
 
 def _certify(journal: Journal, group: Group, contents: Contents) -> None:
@@ -433,8 +410,16 @@ def chain_faults(journal: Journal, *, recorded: bool = False) -> list[str]:
         for version, digests in sorted(confirmed.items())
         for digest in sorted(digests - published.get(version, set()) - redone.get(version, set()))
     ]
-    if not recorded:
-        faults += _digest_faults(journal, published, redone)
+    rows = journal.query("SELECT step, policy_version, digest FROM steps WHERE committed")
+    for step, version, digest in () if recorded else rows:
+        if version != step:
+            faults.append(f"step {step}: committed version {version}, expected version {step}")
+        known = published.get(version, set()) | redone.get(version, set())
+        if version in published and digest not in known:
+            faults.append(
+                f"weights {version}: published with digest {_words(published[version])}, "
+                f"committed with {digest}"
+            )
     for version in _sampled_versions(journal):
         if version not in published:
             faults.append(
@@ -459,23 +444,6 @@ def redone_versions(journal: Journal) -> list[str]:
         for version, digests in sorted(digests_of.items())
         if len(digests) > 1 or version in redone
     ]
-
-
-def _digest_faults(
-    journal: Journal, published: dict[int, set[str]], redone: dict[int, set[str]]
-) -> list[str]:
-    faults = []
-    rows = journal.query("SELECT step, policy_version, digest FROM steps WHERE committed")
-    for step, version, digest in rows:
-        if version != step:
-            faults.append(f"step {step}: committed version {version}, expected version {step}")
-        known = published.get(version, set()) | redone.get(version, set())
-        if version in published and digest not in known:
-            faults.append(
-                f"weights {version}: published with digest {_words(published[version])}, "
-                f"committed with {digest}"
-            )
-    return faults
 
 
 def _seen(journal: Journal, kind: str) -> dict[int, set[str]]:
