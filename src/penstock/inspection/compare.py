@@ -161,8 +161,7 @@ def _trained(folder: RunFolder) -> Answers:
 
 def _trained_twice(folder: RunFolder) -> tuple[Answers, Answers]:
     """The first and the last group of every prompt that more than one step trained."""
-    first: Answers = {}
-    last: Answers = {}
+    first, last = Answers(), Answers()
     if not folder.journal.is_file():
         return first, last
     with closing(Journal.look(folder.journal)) as journal, journal.snapshot():
@@ -255,30 +254,25 @@ def print_comparison(
     console.print(Text(f"A  {a.name}\nB  {b.name}", style="bold"))
     console.print(Text("B differs in " + (", ".join(changes) or "no setting"), style="dim"))
     for result in results:
+        (step_a, step_b), wins = result.steps, (result.first_wins, result.second_wins)
+        where = f"steps {step_a} and {step_b}" if step_a or step_b else "newest groups"
+        ties = result.pairs - sum(wins)
+        bounds = f"95 % interval {result.low:+.3f} to {result.high:+.3f}: "
+        verdict = (result.verdict, "bold")
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", justify="right", no_wrap=True)
+        table.add_column(overflow="fold")
+        table.add_row(result.task, Text(f"{result.pairs} prompts that both answered, {where}"))
+        table.add_row(result.measure, Text(f"A {result.first:.3f}, B {result.second:.3f}"))
+        difference = Text.assemble(f"{result.difference:+.3f}, {bounds}", verdict)
+        table.add_row("difference", difference)
+        table.add_row("prompts", Text(f"B wins {wins[1]}, A wins {wins[0]}, {ties} equal"))
         console.print()
-        console.print(_table(result))
+        console.print(table)
         for first, second in result.examples:
             console.print(Text(f"\n  {_line(first.prompt)}", style="cyan"), soft_wrap=True)
             console.print(Text(f"  A {first.score:.2f}  {_line(first.response)}"), soft_wrap=True)
             console.print(Text(f"  B {second.score:.2f}  {_line(second.response)}"), soft_wrap=True)
-
-
-def _table(result: Comparison) -> Table:
-    steps = result.steps
-    where = f"steps {steps[0]} and {steps[1]}" if any(steps) else "newest groups"
-    ties = result.pairs - result.first_wins - result.second_wins
-    interval_text = (
-        f"{result.difference:+.3f}, 95 % interval {result.low:+.3f} to {result.high:+.3f}: "
-    )
-    wins = f"B wins {result.second_wins}, A wins {result.first_wins}, {ties} equal"
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row(result.task, Text(f"{result.pairs} prompts that both answered, {where}"))
-    table.add_row(result.measure, Text(f"A {result.first:.3f}, B {result.second:.3f}"))
-    table.add_row("difference", Text.assemble(interval_text, (result.verdict, "bold")))
-    table.add_row("prompts", Text(wins))
-    return table
 
 
 def _line(text: str) -> str:

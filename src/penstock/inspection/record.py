@@ -153,15 +153,12 @@ def _accounts(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
                 if (number := as_number(value)) is not None:
                     values.setdefault(task, {}).setdefault(name, []).append(number)
     return {
-        task: {name: _over_steps(name)(numbers) for name, numbers in by_name.items()}
+        task: {
+            name: (fmean if name.startswith("part/") else _OVER_STEPS.get(name, sum))(numbers)
+            for name, numbers in by_name.items()
+        }
         for task, by_name in values.items()
     }
-
-
-def _over_steps(name: str) -> Callable[[list[float]], float]:
-    if name.startswith("part/"):
-        return fmean
-    return _OVER_STEPS.get(name, sum)
 
 
 def _read_evaluations(folder: RunFolder, record: RunRecord) -> None:
@@ -483,13 +480,10 @@ def print_runs(lines: Sequence[RunLine], console: Console, *, as_json: bool = Fa
         collapse_padding=is_narrow,
         header_style="dim",
     )
-    for name, justify in (
-        ("run", "left"),
-        ("state", "left"),
-        ("steps", "right"),
-        ("reward", "right"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for name in ("run", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("steps", "reward"):
+        table.add_column(name, justify="right", no_wrap=True)
     if not is_narrow:
         table.add_column("")
     for name in ("eval" if is_narrow else "held out", "findings", "size", "changed"):
@@ -499,15 +493,13 @@ def print_runs(lines: Sequence[RunLine], console: Console, *, as_json: bool = Fa
         held_out = line.held_out.rpartition(" ")[2] if is_narrow else line.held_out
         if line.service is not None:
             steps, held_out = "", line.service.brief if is_narrow else str(line.service)
-        curve = [Text(sparkline(console, line.rewards, width=16), style="cyan")]
-        if is_narrow:
-            curve = []
+        curve = Text(sparkline(console, line.rewards, width=16), style="cyan")
         table.add_row(
             Text(line.name, style="bold"),
             Text(line.state, style=_STYLES[line.state]),
             steps,
             "" if line.reward is None else f"{line.reward:.3f}",
-            *curve,
+            *([] if is_narrow else [curve]),
             Text(held_out),
             Text(str(line.findings) if line.findings else "", style="yellow"),
             size_text(line.size_bytes),

@@ -30,31 +30,31 @@ def print_summary(console: Console, folder: RunFolder) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", justify="right", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _lines(console, record, figures, _time(figures, worked_s(folder))):
+    # the time of the steps, then of all sessions of the run: a pause is in neither
+    worked = worked_s(folder)
+    training = "" if figures.seconds is None else f" in {duration(figures.seconds)}"
+    rest = "" if worked is None else f", {duration(worked)} with starts and evaluations"
+    for name, value in _lines(console, record, figures, f"{figures.steps}{training}{rest}"):
         table.add_row(name, value)
     console.print()
     console.print(table)
     if record.findings:
         console.print()
         console.print(finding_table(record.findings))
-    report = folder.path / "report.html"
+    report, paths = folder.path / "report.html", []
     if report.is_file():
-        _path(console, "report", str(report))
-    _path(console, "run folder", str(folder.path))
-    model = CheckpointStore(folder.checkpoints).newest_model()
-    if model is not None:
-        _path(console, "model", str(model))
-        _path(console, "next", f"penstock rollouts {folder.path}")
-        _path(console, "next", f"penstock chat {folder.path}")
+        paths.append(("report", report))
+    paths.append(("run folder", folder.path))
+    if (model := CheckpointStore(folder.checkpoints).newest_model()) is not None:
         best = "--step best " if folder.config().checkpoint.keep_best else ""
-        _path(console, "next", f"penstock export {folder.path} {best}--to FOLDER")
-
-
-def _time(figures: Figures, worked: float | None) -> str:
-    """The steps and their time, and the time of all sessions of the run; a pause is in neither."""
-    training = "" if figures.seconds is None else f" in {duration(figures.seconds)}"
-    rest = "" if worked is None else f", {duration(worked)} with starts and evaluations"
-    return f"{figures.steps}{training}{rest}"
+        paths += [
+            ("model", model),
+            ("next", f"penstock rollouts {folder.path}"),
+            ("next", f"penstock chat {folder.path}"),
+            ("next", f"penstock export {folder.path} {best}--to FOLDER"),
+        ]
+    for name, path in paths:  # never wrapped, so that it can be copied
+        console.print(Text.assemble((f"{name}: ", "dim"), (str(path), "bold")), soft_wrap=True)
 
 
 def print_findings(folder: RunFolder, console: Console, *, as_json: bool = False) -> int:
@@ -146,8 +146,3 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
-
-
-def _path(console: Console, name: str, path: str) -> None:
-    """Print a path on one line, never wrapped, so that it can be copied."""
-    console.print(Text.assemble((f"{name}: ", "dim"), (path, "bold")), soft_wrap=True)

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from penstock.errors import UserError
 from penstock.files import read_rows, write_whole
@@ -73,14 +72,13 @@ def read_events(folder: RunFolder) -> list[Event]:
     path = folder.path / "timeline" / TIMELINE_FILE
     if not path.is_file():
         raise UserError(f"run {folder.path}: got no {path.name}, allowed: a run that wrote one")
-    events = [Event(**row) for row in read_rows(path)[0] if _is_event(row)]
+    events = []
+    for row in read_rows(path)[0]:
+        are_texts = all(isinstance(row.get(name), str) for name in ("lane", "what"))
+        are_times = all(type(row.get(name)) in (int, float) for name in ("start", "end"))
+        if are_texts and are_times and row.keys() <= {"lane", "what", "start", "end", "detail"}:
+            events.append(Event(**row))
     return sorted(events, key=lambda event: (event.start, -event.end))
-
-
-def _is_event(row: dict[str, Any]) -> bool:
-    are_texts = all(isinstance(row.get(name), str) for name in ("lane", "what"))
-    are_times = all(type(row.get(name)) in (int, float) for name in ("start", "end"))
-    return are_texts and are_times and row.keys() <= {"lane", "what", "start", "end", "detail"}
 
 
 def lanes(events: list[Event]) -> list[Lane]:

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Self
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -33,7 +32,6 @@ from rich.text import Text
 
 from penstock import files
 from penstock.inspection.track.logs import Finding, RunInfo, Tracker, read_metrics
-from penstock.types import Rollout
 
 Point = tuple[int, float]  # step, value
 READY = "ready"  # the last stage of a worker's start
@@ -110,17 +108,15 @@ def finding_table(findings: Iterable[Finding], *, brief: bool = False) -> Table:
         table.add_row("●", Text.assemble((finding.what, "bold yellow"), (since, "dim")))
         if not brief:
             table.add_row("", Text(finding.evidence))
-        table.add_row("", _remedy(finding, brief))
+        pasted = " ".join(map(shlex.quote, finding.change))
+        if brief and pasted:
+            table.add_row("", Text(pasted, style="cyan"))
+        else:
+            between = ": " if pasted else ""
+            table.add_row("", Text.assemble(finding.advice, between, (pasted, "bold cyan")))
         if not brief:
             table.add_row("", "")
     return table
-
-
-def _remedy(finding: Finding, brief: bool) -> Text | Padding:
-    pasted = " ".join(map(shlex.quote, finding.change))
-    if brief and pasted:
-        return Text(pasted, style="cyan")
-    return Text.assemble(finding.advice, ": " if pasted else "", (pasted, "bold cyan"))
 
 
 def held_out_scores(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
@@ -310,7 +306,15 @@ class ConsoleTracker(Tracker):
         self._batch.update(self._batch_bar, completed=ready, total=wanted or None)
         parts: list[RenderableType] = [self._progress, *([self._batch] if wanted else [])]
         if self._metrics or self._evals:
-            parts += [self._curve_table(), self._figure_row(), self._sample_table()]
+            pairs = self._figures() if self._metrics else []
+            figures = [
+                Text.assemble((f"{name} ", "dim"), value, no_wrap=True) for name, value in pairs
+            ]
+            parts += [
+                self._curve_table(),
+                Columns(figures, padding=(0, 2)),  # in as many lines as the width needs
+                self._sample_table(),
+            ]
         parts.append(Text(self._info.live(), style="dim"))
         parts += [Text(line, style="dim") for line in account_lines(self._metrics)]
         if findings := list(self._info.findings()):
@@ -330,12 +334,6 @@ class ConsoleTracker(Tracker):
             table.add_row(name, Text(f"{values[-1]:.3f}", style="bold"), Text(plot, style="cyan"))
         return table
 
-    def _figure_row(self) -> Columns:
-        """Names with their values, each pair whole, in as many lines as the width needs."""
-        pairs = self._figures() if self._metrics else []
-        shown = [Text.assemble((f"{name} ", "dim"), value, no_wrap=True) for name, value in pairs]
-        return Columns(shown, padding=(0, 2))
-
     def _sample_table(self) -> Table:
         """Show the best and the worst response of the newest batch."""
         table = Table.grid(padding=(0, 2))
@@ -343,21 +341,15 @@ class ConsoleTracker(Tracker):
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis")
         batch = self._info.batch()
-        scored = (
-            [rollout for rollout in batch.rollouts if rollout.score is not None] if batch else []
-        )
-        if scored:
-            ranked = sorted(scored, key=lambda rollout: rollout.reward)
-            for name, rollout in (("best", ranked[-1]), ("worst", ranked[0])):
-                table.add_row(name, Text(f"{rollout.reward:.3f}"), _one_line(rollout))
+        scored = [r for r in batch.rollouts if r.score is not None] if batch else []
+        ranked = sorted(scored, key=lambda rollout: rollout.reward)
+        for name, rollout in (("best", ranked[-1]), ("worst", ranked[0])) if ranked else ():
+            prompt = rollout.prompt.messages[-1].get("content", "") if rollout.prompt else ""
+            question, answer = (" ".join(str(text).split()) for text in (prompt, rollout.text))
+            short = question if len(question) <= 50 else f"{question[:48]}.."
+            line = Text.assemble((f"{short} -> ", "dim"), answer or "(empty)")
+            table.add_row(name, Text(f"{rollout.reward:.3f}"), line)
         return table
-
-
-def _one_line(rollout: Rollout) -> Text:
-    prompt = rollout.prompt.messages[-1].get("content", "") if rollout.prompt else ""
-    question, answer = (" ".join(str(text).split()) for text in (prompt, rollout.text))
-    short = question if len(question) <= 50 else f"{question[:48]}.."
-    return Text.assemble((f"{short} -> ", "dim"), answer or "(empty)")
 
 
 # -- the plot of a notebook --------------------------------------------------------------------
@@ -384,7 +376,9 @@ class NotebookTracker(Tracker):
 
         self._html: Any = HTML
         self._info = info
-        self._reward: list[Point] = _earlier(info)
+        rows = read_metrics(info.folder / "metrics.jsonl") if info.first_step else {}
+        rewards = ((step, row.get("reward/mean")) for step, row in rows.items())
+        self._reward = [(step, reward) for step, reward in rewards if reward is not None]
         self._held_out: dict[str, list[Point]] = {}
         self._drawn_at = 0.0
         self._handle: Any = display(HTML(self._page()), display_id=True)
@@ -420,13 +414,6 @@ class NotebookTracker(Tracker):
             title += f", reward {self._reward[0][1]:.3f} → {self._reward[-1][1]:.3f}"
         curves = {"reward": self._reward, **self._held_out}
         return f"<p>{html.escape(title)}</p>{draw_curves(curves, self._info.total_steps)}"
-
-
-def _earlier(info: RunInfo) -> list[Point]:
-    """The rewards of the steps before a resume."""
-    rows = read_metrics(info.folder / "metrics.jsonl") if info.first_step else {}
-    rewards = ((step, row.get("reward/mean")) for step, row in rows.items())
-    return [(step, reward) for step, reward in rewards if reward is not None]
 
 
 # -- the start ---------------------------------------------------------------------------------
@@ -477,7 +464,10 @@ class StartDisplay:
         for worker, stages in self._stages.items():
             if stages[-1][1] != READY:
                 by_stage.setdefault(stages[-1][1], []).append(worker)
-        parts = (f"{_names(workers)}: {stage}" for stage, workers in by_stage.items())
+        parts = []
+        for stage, workers in by_stage.items():
+            more = f" and {len(workers) - 2} more" if len(workers) > 2 else ""
+            parts.append(f"{', '.join(workers[:2])}{more}: {stage}")
         return "; ".join(parts) or "all workers are ready"
 
     def report(self) -> list[str]:
@@ -485,20 +475,13 @@ class StartDisplay:
         lines = []
         for worker, stages in self._stages.items():
             spent = (f"{what} {end - at:.2f} s" for (at, what), (end, _) in pairwise(stages))
-            total = stages[-1][0] - stages[0][0]
-            first = stages[0][0]
+            first, last = stages[0][0], stages[-1][0]
             began = time.strftime("%H:%M:%S", time.localtime(first)) + f"{first % 1:.2f}"[1:]
-            lines.append(
-                f"start of {worker}: {', '.join(spent)}; {total:.2f} s in all since {began}"
-            )
+            total = f"{last - first:.2f} s in all since {began}"
+            lines.append(f"start of {worker}: {', '.join(spent)}; {total}")
         return lines
 
     @classmethod
     def console(cls) -> Console:
         """The console for lines of a run: while a start is shown, they appear above it."""
         return cls._shown._progress.console if cls._shown else files.console(stderr=True)
-
-
-def _names(workers: list[str]) -> str:
-    more = f" and {len(workers) - 2} more" if len(workers) > 2 else ""
-    return ", ".join(workers[:2]) + more

@@ -27,7 +27,7 @@ from penstock.config.plugins import load, python_object
 from penstock.errors import UserError
 from penstock.files import each_row, free_name, say, visible, write_whole
 from penstock.inspection.track import TRACKERS
-from penstock.types import Batch, Group, Rollout, expand_segments
+from penstock.types import Batch, expand_segments
 from penstock.waits import OpenWait, WaitKind, Waits
 
 Note = Callable[[str], None]
@@ -278,43 +278,31 @@ class RolloutLog(LineFile):
     def write(self, batch: Batch) -> None:
         if not self._every_steps or batch.step % self._every_steps:
             return
-        self.append(
-            [
-                json.dumps(
-                    _sample(batch.step, group, rollout, self._messages(group)), ensure_ascii=False
-                )
-                for group in batch.groups[: self._num_groups]
+        rows = []
+        for group in batch.groups[: self._num_groups]:
+            messages, system = list(group.prompt.messages), self._system_prompts.get(group.task)
+            if system and not any(message.get("role") == "system" for message in messages):
+                messages.insert(0, {"role": "system", "content": system})
+            rows += [
+                {
+                    "step": batch.step,
+                    "task": group.task,
+                    "group_id": group.group_id,
+                    "rollout_id": rollout.rollout_id,
+                    "prompt": messages,
+                    "response": rollout.text,
+                    "gt_answer": group.prompt.gt_answer,
+                    "test_cases": group.prompt.test_cases,
+                    "reward": rollout.reward,
+                    "parts": rollout.score.parts if rollout.score else {},
+                    "versions": sorted(set(expand_segments(rollout.segments))),
+                    "temperature": rollout.temperature,
+                    "finish_reason": rollout.finish_reason,
+                    "response_length": rollout.num_sampled,
+                }
                 for rollout in group.rollouts
             ]
-        )
-
-    def _messages(self, group: Group) -> list[dict[str, Any]]:
-        """The messages of a prompt, with the system message that its task adds."""
-        messages, system = list(group.prompt.messages), self._system_prompts.get(group.task)
-        if system and not any(message.get("role") == "system" for message in messages):
-            messages.insert(0, {"role": "system", "content": system})
-        return messages
-
-
-def _sample(
-    step: int, group: Group, rollout: Rollout, messages: list[dict[str, Any]]
-) -> dict[str, Any]:
-    return {
-        "step": step,
-        "task": group.task,
-        "group_id": group.group_id,
-        "rollout_id": rollout.rollout_id,
-        "prompt": messages,
-        "response": rollout.text,
-        "gt_answer": group.prompt.gt_answer,
-        "test_cases": group.prompt.test_cases,
-        "reward": rollout.reward,
-        "parts": rollout.score.parts if rollout.score else {},
-        "versions": sorted(set(expand_segments(rollout.segments))),
-        "temperature": rollout.temperature,
-        "finish_reason": rollout.finish_reason,
-        "response_length": rollout.num_sampled,
-    }
+        self.append([json.dumps(row, ensure_ascii=False) for row in rows])
 
 
 class TimelineLog(LineFile):
