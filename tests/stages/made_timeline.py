@@ -61,8 +61,8 @@ def _decode(model: DecodeModel, groups: list[list[int]]) -> list[float]:
     rows = Rows(model)
     owners = [place for place, lengths in enumerate(groups) for _ in lengths]
     for row, tokens in enumerate(tokens for lengths in groups for tokens in lengths):
-        rows.add(str(row), tokens)
-    rows.stall(model.prefill_s * len(groups))
+        rows.waiting[str(row)] = tokens
+    rows.stalled_s += model.prefill_s * len(groups)
     rows.admit()
     ends = [0.0] * len(groups)
     while (end := rows.next_end()) is not None:

@@ -41,7 +41,7 @@ from penstock.run.fit import Fit, fitted
 from penstock.run.job import open_agent, open_reward, open_trainer, serve_agents
 from penstock.run.run_data import RunData, count_steps, duplicates, overlaps
 from penstock.store.journal import Journal
-from penstock.types import Batch, Group, Rollout, Status
+from penstock.types import Batch, Group, Status
 from penstock.waits import Waits
 from penstock.workers.inline import opened_engine
 
@@ -84,12 +84,6 @@ class Rehearsal:
     def errors(self) -> list[str]:
         rollouts = (rollout for group in self.groups for rollout in group.rollouts)
         return [rollout.error for rollout in rollouts if rollout.status is Status.FAILED]
-
-    @property
-    def mean_length(self) -> float:
-        groups = self.measured or self.groups
-        tokens = sum(group.num_response_tokens for group in groups)
-        return tokens / max(1, sum(len(group.rollouts) for group in groups))
 
     @property
     def stretch(self) -> float:
@@ -137,8 +131,7 @@ class Rehearsal:
 
 def rehearse(config: Config) -> Rehearsal:
     """Sample, score and train on the first prompts of each task; a UserError names what cannot work."""
-    fit = fitted(config)
-    return asyncio.run(_rehearse(fit))
+    return asyncio.run(_rehearse(fitted(config)))
 
 
 async def _rehearse(fit: Fit) -> Rehearsal:
@@ -147,19 +140,14 @@ async def _rehearse(fit: Fit) -> Rehearsal:
     seen = _look(config, data)
     seen.fit = fit
     seen.notes += fit.choices
-    await _probe_rewards(config, data)
+    for name, dataset in data.train.items():  # each reward that asks a server is tried once
+        async with AsyncExitStack() as closing:
+            sampling, task = config.task_sampling(name), config.tasks[name]
+            await open_reward(task, sampling, dataset.is_chat, closing).probe()
     await _sample(seen, data)
     if not seen.errors and seen.sampling_s < _LONGEST_S:
         await _train(seen)
     return seen
-
-
-async def _probe_rewards(config: Config, data: RunData) -> None:
-    """Try each reward that asks a server once; raise RewardError if one does not answer."""
-    for name, dataset in data.train.items():
-        async with AsyncExitStack() as closing:
-            sampling, task = config.task_sampling(name), config.tasks[name]
-            await open_reward(task, sampling, dataset.is_chat, closing).probe()
 
 
 def _look(config: Config, data: RunData) -> Rehearsal:
@@ -250,12 +238,6 @@ async def bearable_sampling(
     return sampling.model_copy(update=fewer), whole_s
 
 
-def _on_cpu(config: Config) -> bool:
-    from penstock.model.loading import choose_device  # imports torch
-
-    return choose_device(config.model.device, 0).type == "cpu"
-
-
 async def _token_s(
     engine: InferenceEngine, sampling: SamplingConfig, prompt_ids: np.ndarray, count: int
 ) -> float:
@@ -316,7 +298,9 @@ async def _train(seen: Rehearsal) -> None:
                 seen.token_s = seconds / _trained_tokens(groups)
                 seen.trained, seen.metrics = len(groups), report.metrics
 
-            if seen.cut and _on_cpu(seen.config):
+            from penstock.model.loading import choose_device  # imports torch
+
+            if seen.cut and choose_device(seen.config.model.device, 0).type == "cpu":
                 await update(1, [first])
                 return
             await update(1, pair)
@@ -405,8 +389,11 @@ def print_rehearsal(console: Console, seen: Rehearsal) -> int:
     if peak := seen.metrics.get("memory/peak_mib"):
         table.add_row("memory", f"the trainer's peak in this check {peak:,.0f} MiB")
     if seen.groups and not seen.errors:
+        seconds = seen.seconds_per_step()[2] * seen.total_steps
+        length = "are as long as they may be" if seen.stretch > 1 else "keep their length"
+        whole = f"{count(seen.total_steps, 'step')}, about {duration(seconds)} without evaluations"
         table.add_row("a step", Text(_step(seen)))
-        table.add_row("the run", Text(_run(seen)))
+        table.add_row("the run", Text(f"{whole}, if responses {length}"))
     console.print(table)
     if seen.fit is not None and seen.fit.devices:
         console.print(seen.fit.table())
@@ -435,19 +422,15 @@ def _print_group(console: Console, prompt: str, group: Group) -> None:
     )
     shown = ranked if len(ranked) <= _SHOWN else [ranked[0], ranked[len(ranked) // 2], ranked[-1]]
     for rollout in shown:
-        console.print(
-            Text.assemble((f"  {_judged(rollout)}  ", "bold"), _clip(rollout.text) or "(empty)"),
-            soft_wrap=True,
-        )
+        judged = "failed"
+        if rollout.score is not None:
+            cut = ", cut off" if rollout.finish_reason == "length" else ""
+            note = f", {rollout.score.note}" if rollout.score.note else ""
+            tokens = len(rollout.response_ids)
+            judged = f"reward {rollout.score.value:g} ({tokens} tokens{cut}{note})"
+        line = Text.assemble((f"  {judged}  ", "bold"), _clip(rollout.text) or "(empty)")
+        console.print(line, soft_wrap=True)
     console.print()
-
-
-def _judged(rollout: Rollout) -> str:
-    if rollout.score is None:
-        return "failed"
-    cut = ", cut off" if rollout.finish_reason == "length" else ""
-    note = f", {rollout.score.note}" if rollout.score.note else ""
-    return f"reward {rollout.score.value:g} ({len(rollout.response_ids)} tokens{cut}{note})"
 
 
 def _clip(text: str) -> str:
@@ -458,17 +441,11 @@ def _clip(text: str) -> str:
 
 def _step(seen: Rehearsal) -> str:
     generating, training, both = seen.seconds_per_step()
-    tokens = (
-        seen.mean_length * seen.config.train.groups_per_step * seen.config.sampling.num_generations
-    ) * seen.stretch
+    groups, config = seen.measured or seen.groups, seen.config
+    tokens = sum(group.num_response_tokens for group in groups) * seen.stretch
+    tokens /= max(1, sum(len(group.rollouts) for group in groups))
+    tokens *= config.train.groups_per_step * config.sampling.num_generations
     said = f"{tokens:,.0f} tokens are generated in {duration(generating)}"
     if seen.token_s is None:
         return f"at least {duration(both)}: {said}; training was not measured"
     return f"about {duration(both)}: {said} and trained in {duration(training)}"
-
-
-def _run(seen: Rehearsal) -> str:
-    seconds = seen.seconds_per_step()[2] * seen.total_steps
-    length = "are as long as they may be" if seen.stretch > 1 else "keep their length"
-    steps = count(seen.total_steps, "step")
-    return f"{steps}, about {duration(seconds)} without evaluations, if responses {length}"

@@ -52,31 +52,37 @@ def simulate(
     ] = None,
 ) -> None:
     """Predict a run: the real control plane on virtual time, with the lengths and times of another run."""
+    from penstock.config.source import load_config, split_words, with_overrides
     from penstock.run.twin import fit, plan
     from penstock.run.twin.profile import Profile, assumed
+    from penstock.store.run_folder import find
 
     source = profile or check
     known: Profile | None = fit.read_profile(source) if source else None
     if check:
         assert known is not None
-        _refuse_with_check(
-            {
-                "settings": arguments,
-                "--steps": steps,
-                "--nodes": nodes,
-                "--vary": vary,
-                "--kind-speed": kind_speed,
-                "--picture": picture,
-            }
-        )
-        checks = plan.check(check, known)
-        lines = [plan.check_json(checks)] if as_json else plan.check_lines(check, source, checks)
-        for line in lines:
+        options = {  # it simulates the run as it was
+            "settings": arguments,
+            "--steps": steps,
+            "--nodes": nodes,
+            "--vary": vary,
+            "--kind-speed": kind_speed,
+            "--picture": picture,
+        }
+        if ignored := [name for name, value in options.items() if value]:
+            raise UserError(
+                f"--check: got {', '.join(ignored)} too, allowed: --profile, --json and --save-profile"
+            )
+        for line in plan.check_lines(check, source, plan.check(check, known), as_json=as_json):
             say(line)
         if save_profile is not None:
             _write("profile", save_profile, known.to_json())
         return
-    config = _config(arguments or [], profile)
+    file, settings = split_words(arguments or [])
+    if file is None and profile and Path(profile).suffix != ".json":
+        config = with_overrides(find(profile).config(), settings)
+    else:
+        config = load_config(file, settings).config
     known = known or assumed(config)
     if kind_speed:
         known.set_speeds(config, kind_speed)
@@ -90,14 +96,6 @@ def simulate(
         _write("profile", save_profile, known.to_json())
 
 
-def _refuse_with_check(options: dict[str, object]) -> None:
-    """Refuse what a check would ignore: it simulates the run as it was."""
-    if ignored := [name for name, value in options.items() if value]:
-        raise UserError(
-            f"--check: got {', '.join(ignored)} too, allowed: --profile, --json and --save-profile"
-        )
-
-
 def _write(what: str, path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
@@ -106,14 +104,3 @@ def _write(what: str, path: Path, text: str) -> None:
             f"simulate: cannot write {path}: {error.strerror}, allowed: a file that can be written"
         ) from None
     say(f"{what}: {path}", error=True)
-
-
-def _config(arguments: list[str], profile: str):  # type: ignore[no-untyped-def]
-    """The config of a file, else that of the profile's run, with the settings laid over it."""
-    from penstock.config.source import load_config, split_words, with_overrides
-    from penstock.store.run_folder import find
-
-    file, settings = split_words(arguments)
-    if file is None and profile and Path(profile).suffix != ".json":
-        return with_overrides(find(profile).config(), settings)
-    return load_config(file, settings).config

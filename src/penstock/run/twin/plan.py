@@ -240,8 +240,11 @@ def _row(name: str, result: Result, base: Result) -> str:
     )
 
 
-def check_lines(run: str, source: str, checks: Sequence[Check]) -> Iterator[str]:
-    """Yield a real run beside its prediction."""
+def check_lines(run: str, source: str, checks: Sequence[Check], *, as_json: bool) -> Iterator[str]:
+    """Yield a real run beside its prediction, as a table or as JSON."""
+    if as_json:
+        yield json.dumps({c.name: {**c._asdict(), "error": c.error} for c in checks})
+        return
     yield f"{run}, predicted from {source}:"
     yield f"{'':<14}{'real':>12}{'predicted':>12}{'error':>12}"
     for check in checks:
@@ -250,10 +253,6 @@ def check_lines(run: str, source: str, checks: Sequence[Check]) -> Iterator[str]
             yield f"{check.name:<14}{check.real:>12.1%}{check.predicted:>12.1%}{error:>12}"
         else:
             yield f"{check.name:<14}{check.real:>12,.2f}{check.predicted:>12,.2f}{check.error:>+12.1%}"
-
-
-def check_json(checks: Sequence[Check]) -> str:
-    return json.dumps({check.name: {**check._asdict(), "error": check.error} for check in checks})
 
 
 def json_of(profile: Profile, plan: Plan) -> str:
