@@ -191,9 +191,14 @@ def _fits(
     config: Config, words: Sequence[str], shape: ModelShape, machine: Machine
 ) -> Iterator[Fit]:
     """Yield what the run needs with each choice, beside these settings."""
+    place = _on_gpus if machine.gpus else _on_host
     for chosen in _chosen(config, machine):
+        overrides = [*words, *chosen]
         with suppress(UserError):  # some do not go with others of the config
-            yield _estimate(config, [*words, *chosen], shape, machine)
+            changed = with_overrides(config, overrides) if overrides else config
+            told = [f"{w}: {_WHY[w]}, so that the run fits" for w in overrides if w in _WHY]
+            devices = tuple(place(changed, shape, machine))
+            yield Fit(config=changed, devices=devices, choices=tuple(told))
 
 
 def _chosen(config: Config, machine: Machine) -> Iterator[list[str]]:
@@ -223,18 +228,6 @@ def say_fit(fit: Fit) -> None:
         console(stderr=True).print(fit.table())
     for choice in fit.choices:
         say(f"note: {choice}", error=True)
-
-
-def _estimate(config: Config, overrides: Sequence[str], shape: ModelShape, machine: Machine) -> Fit:
-    if overrides:
-        config = with_overrides(config, overrides)
-    devices = tuple(
-        _on_gpus(config, shape, machine) if machine.gpus else _on_host(config, shape, machine)
-    )
-    choices = tuple(
-        f"{words}: {_WHY[words]}, so that the run fits" for words in overrides if words in _WHY
-    )
-    return Fit(config=config, devices=devices, choices=choices)
 
 
 def _refusal(config: Config, shape: ModelShape, machine: Machine) -> str:
@@ -329,10 +322,18 @@ def _trainer(config: Config, shape: ModelShape, each: int, total: int | None) ->
     algorithms = [method.settings for method in task_algorithms(config).values()]
     own_reference = rank > 0 and not train.reference
     refers = any(settings.needs_reference for settings in algorithms) and not own_reference
+    # the largest pack that a step cannot do without; a longer sequence goes alone
+    longest = _longest_trained(config, shape)
+    samplings = [config.task_sampling(name).num_generations for name in config.tasks]
+    step = train.groups_per_step * max(samplings, default=1) * longest
+    pack = min(step, max(train.micro_batch_tokens or LEAST_TOKENS, longest))
+    published = 0 if config.launch.kind == "inline" else _PUBLISHED  # that wait for engines
+    if total is not None:
+        published = int(not config.launch.colocate)
     needs = trainer_needs(
         shape,
         each=each,
-        tokens=_pack(config, shape),
+        tokens=pack,
         rank=rank,
         checkpointing=train.gradient_checkpointing,
         joint=total is not None and each == 2 and not rank and ranks == 1,
@@ -342,7 +343,7 @@ def _trainer(config: Config, shape: ModelShape, each: int, total: int | None) ->
         averages=train.reference_moves + bool(train.ema_decay),
         scorers=(refers and not train.reference_moves)
         + sum(teacher.is_loaded for teacher in config.teachers.values()),
-        published=_published(config, total is not None),
+        published=published,
         moments=moment_bytes(train.moments),
     )
     part = Part(
@@ -357,21 +358,6 @@ def _trainer(config: Config, shape: ModelShape, each: int, total: int | None) ->
         },
     )
     return part, needs.saved
-
-
-def _published(config: Config, on_gpu: bool) -> int:
-    """Copies of the weights that wait for engines beside the trainer."""
-    if on_gpu:
-        return not config.launch.colocate
-    return 0 if config.launch.kind == "inline" else _PUBLISHED
-
-
-def _pack(config: Config, shape: ModelShape) -> int:
-    """The tokens of the largest pack that a step cannot do without; a longer sequence goes alone."""
-    longest = _longest_trained(config, shape)
-    samplings = [config.task_sampling(name).num_generations for name in config.tasks]
-    step = config.train.groups_per_step * max(samplings, default=1) * longest
-    return min(step, max(config.train.micro_batch_tokens or LEAST_TOKENS, longest))
 
 
 def _longest_trained(config: Config, shape: ModelShape) -> int:

@@ -179,7 +179,10 @@ async def open_job(
             facts={**facts, **shared, TOTAL_STEPS: str(total_steps)},
             start_report=report,
         )
-        await _serve_control(folder, workers, closing)
+        if workers.scale is not None:
+            control = Control(folder.path / "control", {"scale": workers.scale})
+            await control.start()
+            closing.push_async_callback(control.close)
         filters = any(run_settings(config, task).filter_groups for task in config.tasks)
         refuses = filters or config.produce.is_valid_sample
         if config.train.episodes is not None and refuses:
@@ -216,7 +219,24 @@ def join_parts(
         folder, config, total_steps, note=note, last_failure=status.last_failure
     )
     if tracker is None:
-        tracker = _tracker(config, folder, base.journal, total_steps, status, findings)
+        last = base.journal.last_committed_step()
+        if last or folder.metrics.exists():
+            restore_metrics(
+                folder.metrics, last, lambda step: base.journal.steps(step, step)[0].metrics
+            )
+        tracker = Fanout.from_info(
+            RunInfo(
+                config=config,
+                folder=folder.path,
+                name=folder.name,
+                total_steps=total_steps,
+                first_step=last,
+                live=status.live,
+                findings=lambda: findings.open,
+                batch=lambda: status.newest_batch,
+                next_batch=status.next_batch,
+            )
+        )
     closing.callback(tracker.close)
     base.notes.listen(tracker.note)
     timeline = TimelineLog(folder.path / "timeline", base.waits, note)
@@ -228,12 +248,18 @@ def join_parts(
         system_prompts={name: task.system_prompt for name, task in config.tasks.items()},
     )
     closing.callback(rollout_log.close)
+    keep = config.journal.keep_payloads
+
+    def prune_payloads(oldest_step: int) -> None:  # which no kept checkpoint needs for a redo
+        if keep != "all":
+            base.journal.prune_payloads(oldest_step, keep_text=keep == "text")
+
     checkpoints = CheckpointStore(
         folder.checkpoints,
         config.checkpoint,
         report=note,
         before_rename=base.journal.sync,
-        after_prune=partial(_prune_payloads, base.journal, config),
+        after_prune=prune_payloads,
         also_kept=partial(
             best_or_pending,
             folder.evaluations,
@@ -275,20 +301,6 @@ def join_parts(
     )
 
 
-def _prune_payloads(journal: Journal, config: Config, oldest_step: int) -> None:
-    """Remove what no kept checkpoint needs for a redo, if the config says so."""
-    keep = config.journal.keep_payloads
-    if keep != "all":
-        journal.prune_payloads(oldest_step, keep_text=keep == "text")
-
-
-async def _serve_control(folder: RunFolder, workers: Workers, closing: AsyncExitStack) -> None:
-    if workers.scale is not None:
-        control = Control(folder.path / "control", {"scale": workers.scale})
-        await control.start()
-        closing.push_async_callback(control.close)
-
-
 async def serve_agents(tasks: Iterable[TaskDataConfig], closing: AsyncExitStack) -> Endpoint | None:
     """Start the HTTP endpoint if one of the tasks has an agent that may ask it."""
     if all(task.agent == "single_turn" for task in tasks):
@@ -301,12 +313,6 @@ async def serve_agents(tasks: Iterable[TaskDataConfig], closing: AsyncExitStack)
     return endpoint
 
 
-async def _load_and_measure(config: Config) -> tuple[RunData, dict[str, str]]:
-    """Read the data; return it with what the run depends on outside its folder."""
-    data = await RunData.read(config)
-    return data, await left_behind(lambda: measure(config, data.by_key()))
-
-
 async def _load_and_launch(
     config: Config,
     folder: RunFolder,
@@ -315,10 +321,15 @@ async def _load_and_launch(
     report: list[str],
 ) -> tuple[RunData, dict[str, str], int, Workers]:
     """Load data here and models in their workers; at the same time if the number of steps is known."""
+
+    async def load_and_measure() -> tuple[RunData, dict[str, str]]:
+        data = await RunData.read(config)
+        return data, await left_behind(lambda: measure(config, data.by_key()))
+
     launch = load("launch.kind", config.launch.kind, LAUNCHERS)
     steps = config.train.steps
     with StartDisplay("reading the data") as display:
-        loading = asyncio.create_task(_load_and_measure(config))
+        loading = asyncio.create_task(load_and_measure())
         if steps is None or config.launch.kind == "inline":  # one process: imports must not race
             steps = count_steps(config, (await loading)[0].train)
         try:
@@ -572,28 +583,3 @@ def _eval_tasks(
             )
         )
     return tasks
-
-
-def _tracker(
-    config: Config,
-    folder: RunFolder,
-    journal: Journal,
-    total_steps: int,
-    status: Status,
-    findings: LiveFindings,
-) -> Fanout:
-    last = journal.last_committed_step()
-    if last or folder.metrics.exists():
-        restore_metrics(folder.metrics, last, lambda step: journal.steps(step, step)[0].metrics)
-    info = RunInfo(
-        config=config,
-        folder=folder.path,
-        name=folder.name,
-        total_steps=total_steps,
-        first_step=last,
-        live=status.live,
-        findings=lambda: findings.open,
-        batch=lambda: status.newest_batch,
-        next_batch=status.next_batch,
-    )
-    return Fanout.from_info(info)

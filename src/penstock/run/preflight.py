@@ -111,17 +111,12 @@ def check(config: Config) -> None:
                 f"{config.launch.kind!r}, allowed: 0, or launch.kind = 'ray'"
             )
     check_tasks("tasks", config.tasks.items())
-    _check_eval_tasks(config)
+    check_for_evaluation(config)
     check_scores(config)
 
 
 def check_for_evaluation(config: Config) -> None:
-    """Raise a UserError for the first thing in the config that an evaluation cannot use."""
-    check_engine(config)
-    _check_eval_tasks(config)
-
-
-def _check_eval_tasks(config: Config) -> None:
+    """Raise a UserError for the first evaluation task that cannot work."""
     check_tasks("eval.tasks", config.eval.tasks.items())
     for name, task in config.eval.tasks.items():
         sampling = config.eval_sampling(name)

@@ -214,7 +214,8 @@ async def redo(
     for step in range(first, last + 1):
         report = await trainer.train(journal.batch(step))
         before = journalled[step]
-        if any(contradicts(*pair) for pair in zip(_hashes(before), _hashes(report), strict=False)):
+        pairs = zip(before.trained, report.trained, strict=False)  # (group, its hash)
+        if any(contradicts(ours, theirs) for (_, ours), (_, theirs) in pairs):
             raise JournalDamaged(
                 f"journal {journal.path}: damaged: the groups of step {step} are not those that the "
                 "trainer recorded"
@@ -224,17 +225,19 @@ async def redo(
             recorded = journal.arithmetic_since(first - 1 if repair else step)
             reason = _expected_difference(report.arithmetic, recorded)
             if not repair or (exact and not reason):
-                raise DigestMismatch(_difference(report, before, reason))
+                causes = reason or (
+                    "possible causes: another thread count, machine or library version, or a damaged journal"
+                )
+                raise DigestMismatch(
+                    f"step {step}: redone weights have digest {report.digest}, the journal has "
+                    f"{before.digest}; {causes}; nothing was changed on disk"
+                )
             if not told:
                 told = True
                 reason = reason or "this device does not repeat bits"
                 note(f"step {step} redone, with other bits: {reason}; continuing")
             await journal.redo_step(report)
         yield report
-
-
-def _hashes(report: StepReport) -> list[str]:
-    return [fingerprint for _, fingerprint in report.trained]
 
 
 def _expected_difference(now: Arithmetic | None, recorded: Sequence[Arithmetic]) -> str:
@@ -247,16 +250,6 @@ def _expected_difference(now: Arithmetic | None, recorded: Sequence[Arithmetic])
         if (now.device, now.libraries) != (before.device, before.libraries):
             return f"the run was made on {before}, this is {now}"
     return recorded[0].doubt or now.doubt
-
-
-def _difference(report: StepReport, before: StepReport, reason: str) -> str:
-    causes = reason or (
-        "possible causes: another thread count, machine or library version, or a damaged journal"
-    )
-    return (
-        f"step {report.step}: redone weights have digest {report.digest}, the journal has "
-        f"{before.digest}; {causes}; nothing was changed on disk"
-    )
 
 
 async def catch_up(
@@ -284,11 +277,7 @@ async def _checkpoint_at(folder: RunFolder, journal: Journal, last: int, note: N
     first = 1 if checkpoint is None else checkpoint.step + 1
     if first <= last:
         note(redo_plan(journal, first, last))
-
-    async def save(trainer: TrainerClient) -> None:
-        await store.save(trainer)
-
-    async for report in recompute(folder, journal, checkpoint, last, note=note, at_end=save):
+    async for report in recompute(folder, journal, checkpoint, last, note=note, at_end=store.save):
         note(f"redoing step {report.step} of {last} with the settings it had")
 
 
@@ -300,7 +289,7 @@ async def recompute(
     *,
     note: Note = lambda text: None,
     repair: bool = True,
-    at_end: Callable[[TrainerClient], Awaitable[None]] | None = None,
+    at_end: Callable[[TrainerClient], Awaitable[object]] | None = None,
 ) -> AsyncIterator[StepReport]:
     """Redo the steps up to `last`, from a checkpoint or from the start, config by config."""
     done = 0 if checkpoint is None else checkpoint.step
@@ -317,7 +306,12 @@ async def recompute(
                 if state is not None:
                     await trainer.load(str(state))
                 else:
-                    await _check_start(trainer, journal)
+                    _, digest = await trainer.identity()
+                    begun = _digests(journal).get(0, digest)
+                    if digest != begun:
+                        raise DigestMismatch(
+                            f"step 0: the model at model.path has digest {digest}, the run began with {begun}"
+                        )
                 async for report in redo(trainer, journal, done + 1, end, note, repair=repair):
                     yield report
                 done, state = end, scratch / f"step-{end}"
@@ -326,16 +320,6 @@ async def recompute(
                 elif end < last:
                     await trainer.snapshot(str(state))
                     await trainer.write_snapshot()
-
-
-async def _check_start(trainer: TrainerClient, journal: Journal) -> None:
-    """Raise unless the model at model.path has the weights that the run began with."""
-    _, digest = await trainer.identity()
-    journalled = _digests(journal).get(0, digest)
-    if digest != journalled:
-        raise DigestMismatch(
-            f"step 0: the model at model.path has digest {digest}, the run began with {journalled}"
-        )
 
 
 def _digests(journal: Journal) -> dict[int, str]:

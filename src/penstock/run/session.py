@@ -114,8 +114,13 @@ def _resume_checked(folder: RunFolder, config: Config, changes: list[Change], ac
     trust.remember(folder.path, config)  # the user gave the overrides
     for note in [*(f"changed: {change}" for change in changes), *notes]:
         _tell(note)
+
+    async def redo_and_continue() -> None:
+        await catch_up(folder, config, changes, _tell)
+        await _train(config, folder, resumed=True, accept=accept)
+
     try:
-        asyncio.run(_resume(config, folder, changes, accept))
+        asyncio.run(redo_and_continue())
     except JournalDamaged as error:
         raise JournalDamaged(with_way_out(str(error), folder)) from error
 
@@ -145,12 +150,6 @@ def replay_run(
 
         said = asyncio.run(check_run(folder, to_step, tell_equal))
     say(said)
-
-
-async def _resume(config: Config, folder: RunFolder, changes: list[Change], accept: bool) -> None:
-    """Redo steps that were done under other settings with those settings; then continue."""
-    await catch_up(folder, config, changes, _tell)
-    await _train(config, folder, resumed=True, accept=accept)
 
 
 def _tell(text: str | Text) -> None:
@@ -197,7 +196,10 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
             if saved is None:
                 job.checkpoints.abandon()
             done = job.journal.last_committed_step()
-    _write_report(folder)
+    try:
+        write_report([folder])
+    except OSError as error:  # the journal is whole: `penstock report` can write it later
+        _tell(f"report not written: {error}")
     if finished is None or saved is None:  # stopped in training, or before the last checkpoint
         state = "checkpoint written" if saved else "no checkpoint written"
         raise StopRequested(
@@ -259,13 +261,6 @@ async def _recover_and_train(job: Job, resumed: bool, accept: bool) -> bool:
         job.journal.check_place()  # a folder that is gone may show first as another fault
         raise _first_cause(group) from group
     return True
-
-
-def _write_report(folder: RunFolder) -> None:
-    try:
-        write_report([folder])
-    except OSError as error:  # the journal is whole: `penstock report` can write it later
-        _tell(f"report not written: {error}")
 
 
 def outside_a_loop(work: Callable[[], T], *, saves: bool = False) -> T:
@@ -408,16 +403,15 @@ def evaluate_model(
     from penstock.run import preflight
 
     preflight.check_for_evaluation(config)
-    return asyncio.run(_evaluate(config, out))
 
-
-async def _evaluate(config: Config, out: Path | None) -> list[EvalResult]:
-    with ScratchFolder.new("eval") as scratch:
+    async def evaluate_tasks(folder: Path) -> list[EvalResult]:
         async with open_evaluation(config) as (engine, tasks):
-            folder = out or scratch
             return [
                 await evaluate(engine, task, step=0, version=0, folder=folder) for task in tasks
             ]
+
+    with ScratchFolder.new("eval") as scratch:
+        return asyncio.run(evaluate_tasks(out or scratch))
 
 
 def model_config(path: str | None, overrides: Sequence[str], *, trusted: bool = False) -> Config:
@@ -425,9 +419,9 @@ def model_config(path: str | None, overrides: Sequence[str], *, trusted: bool = 
 
     path: a config file, a model folder, a hub name, a checkpoint, or a run, whose newest weights are used.
     """
-    config = _model_config(path, overrides, trusted)
     from penstock.run import preflight
 
+    config = _model_config(path, overrides, trusted)
     preflight.check_engine(config)
     return config
 
