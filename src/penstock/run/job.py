@@ -219,24 +219,7 @@ def join_parts(
         folder, config, total_steps, note=note, last_failure=status.last_failure
     )
     if tracker is None:
-        last = base.journal.last_committed_step()
-        if last or folder.metrics.exists():
-            restore_metrics(
-                folder.metrics, last, lambda step: base.journal.steps(step, step)[0].metrics
-            )
-        tracker = Fanout.from_info(
-            RunInfo(
-                config=config,
-                folder=folder.path,
-                name=folder.name,
-                total_steps=total_steps,
-                first_step=last,
-                live=status.live,
-                findings=lambda: findings.open,
-                batch=lambda: status.newest_batch,
-                next_batch=status.next_batch,
-            )
-        )
+        tracker = _tracker(config, folder, base.journal, total_steps, status, findings)
     closing.callback(tracker.close)
     base.notes.listen(tracker.note)
     timeline = TimelineLog(folder.path / "timeline", base.waits, note)
@@ -583,3 +566,28 @@ def _eval_tasks(
             )
         )
     return tasks
+
+
+def _tracker(
+    config: Config,
+    folder: RunFolder,
+    journal: Journal,
+    total_steps: int,
+    status: Status,
+    findings: LiveFindings,
+) -> Fanout:
+    last = journal.last_committed_step()
+    if last or folder.metrics.exists():
+        restore_metrics(folder.metrics, last, lambda step: journal.steps(step, step)[0].metrics)
+    info = RunInfo(
+        config=config,
+        folder=folder.path,
+        name=folder.name,
+        total_steps=total_steps,
+        first_step=last,
+        live=status.live,
+        findings=lambda: findings.open,
+        batch=lambda: status.newest_batch,
+        next_batch=status.next_batch,
+    )
+    return Fanout.from_info(info)
