@@ -62,7 +62,7 @@ def _decode(model: DecodeModel, groups: list[list[int]]) -> list[float]:
     owners = [place for place, lengths in enumerate(groups) for _ in lengths]
     for row, tokens in enumerate(tokens for lengths in groups for tokens in lengths):
         rows.waiting[str(row)] = tokens
-    rows.stalled_s += model.prefill_s * len(groups)
+    rows.stall(model.prefill_s * len(groups))
     rows.admit()
     ends = [0.0] * len(groups)
     while (end := rows.next_end()) is not None:

@@ -46,7 +46,17 @@ def launch_distributed(**parameters: Any) -> Path:
     arguments = arguments_of("launch_distributed", "launch", (), parameters)
     links = {Path(arguments[name]): inside for name, inside in _LINKS.items() if arguments[name]}
     for path in links:
-        _refuse_taken(path)
+        target = path.resolve()
+        runs = [folder for folder in (target, *target.parents) if (folder / CONFIG).exists()]
+        if path.is_symlink() and runs:
+            raise UserError(
+                f"launch_distributed: got {path}, which leads into the run {runs[0]}; allowed: another path, or "
+                f"continue that run with: penstock resume {runs[0]}"
+            )
+        if path.exists():
+            raise UserError(
+                f"launch_distributed: got {path}, which exists, allowed: a path for a link to the run folder"
+            )
     if links and not arguments["run_name"]:
         arguments["run_name"] = f"distributed-{datetime.now():%Y%m%d-%H%M%S-%f}"
     config = distributed_config(arguments)
@@ -63,26 +73,16 @@ def launch_distributed(**parameters: Any) -> Path:
                 path.unlink()
 
 
-def _refuse_taken(path: Path) -> None:
-    target = path.resolve()
-    run = next((folder for folder in (target, *target.parents) if (folder / CONFIG).exists()), None)
-    if path.is_symlink() and run is not None:
-        raise UserError(
-            f"launch_distributed: got {path}, which leads into the run {run}; allowed: another path, or "
-            f"continue that run with: penstock resume {run}"
-        )
-    if path.exists():
-        raise UserError(
-            f"launch_distributed: got {path}, which exists, allowed: a path for a link to the run folder"
-        )
-
-
 def distributed_config(arguments: Mapping[str, Any]) -> Config:
     """The config that the arguments of `launch_distributed` stand for."""
     if not any(arguments[name] for name in ("model_config", "inference_model_config")):
         raise UserError("launch_distributed: got no model_config, allowed: a path in it")
     settings = {"launch.kind": "ray"} | settings_of("launch_distributed", arguments)
-    settings["train.groups_per_step"] = arguments["train_batch_size"] * data_ranks(arguments)
+    plugin = arguments.get("plugin_config") or arguments.get("consumer_plugin_config") or {}
+    axes = ["tp_size", "pp_size", *([] if _in_tp_group(plugin) else ["sp_size"])]
+    copies = math.prod(plugin.get(axis) or 1 for axis in axes)
+    ranks = max(1, int(arguments["num_consumer_procs"]) // copies)  # that train different prompts
+    settings["train.groups_per_step"] = arguments["train_batch_size"] * ranks
     settings |= _sizes(arguments, config_of(settings).config)
     overrides = flat(arguments["overrides"] or {})
     if "train.steps" in overrides:
@@ -164,10 +164,13 @@ def settings_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     grpo = arguments.get("grpo_config") or {}
     settings, unknown = _defaults(arguments, grpo), list[str]()
     for name, value in arguments.items():
+        words, _, section = _DICTIONARIES.get(name, (name, "", None))
+        theirs = [word.partition(".")[2] for word in RULES if word.startswith(f"{words}.")]
+        allowed = dict.fromkeys([*theirs, *(section.model_fields if section else ())])
         fields = value if name in _DICTIONARIES and value is not None else {}
-        others = [field for field in fields if not _known(name, field)]
-        if others:
-            unknown.append(_refusal(name, others))
+        if others := [field for field in fields if field not in allowed]:
+            got = ", ".join(map(repr, others))
+            unknown.append(f"{name}: got {got}, allowed: {', '.join(allowed)}")
         for word, key, inner in _words(name, value):
             if key:
                 settings |= leaves(inner, key)
@@ -192,19 +195,6 @@ def _defaults(arguments: Mapping[str, Any], grpo: Mapping[str, Any]) -> dict[str
     url = grpo.get("code_verifier_api_url")
     reward = colossalai_reward(str(named or "think_answer_tags"), [url] if url else [])
     return settings | dict(leaves(loss, "algorithm")) | {"tasks.train.rewards": [reward]}
-
-
-def _known(name: str, field: str) -> bool:
-    words, _, section = _DICTIONARIES[name]
-    ours = section is not None and field in section.model_fields
-    return f"{words}.{field}" in RULES or ours
-
-
-def _refusal(name: str, others: list[str]) -> str:
-    words, _, section = _DICTIONARIES[name]
-    theirs = [word.partition(".")[2] for word in RULES if word.startswith(f"{words}.")]
-    allowed = dict.fromkeys([*theirs, *(section.model_fields if section else ())])
-    return f"{name}: got {', '.join(map(repr, others))}, allowed: {', '.join(allowed)}"
 
 
 def _words(name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
@@ -246,14 +236,6 @@ def _together(arguments: Mapping[str, Any], grpo: Mapping[str, Any]) -> dict[str
     if shards > 1 and "vllm" in str(arguments.get("inference_backend")):
         settings["engine.options.tensor_parallel_size"] = shards
     return settings
-
-
-def data_ranks(arguments: Mapping[str, Any]) -> int:
-    """The ranks that train different prompts."""
-    plugin = arguments.get("plugin_config") or arguments.get("consumer_plugin_config") or {}
-    axes = ["tp_size", "pp_size", *([] if _in_tp_group(plugin) else ["sp_size"])]
-    copies = math.prod(plugin.get(axis) or 1 for axis in axes)
-    return max(1, int(arguments["num_consumer_procs"]) // copies)
 
 
 def _in_tp_group(plugin: Mapping[str, Any]) -> bool:

@@ -48,8 +48,10 @@ def explain(
     key = f"{place}.{key_of(first)}".strip(".")
     words = allowed(first)
     if first["type"] == "extra_forbidden":
-        if answer := removed_key(key):
-            return answer
+        name = re.sub(r"\[\d+\]", "", key)  # of a list, whichever of its tables
+        for row in rows("removed"):
+            if fnmatchcase(name, row["key"]):
+                return f"{key}: this key was removed; {row['advice']}"
         if not place:
             return _unknown_key(key, first["input"], list(valid_keys(tree)), of_a_run)
         words = f"the keys {', '.join(tree.model_fields)}"
@@ -88,13 +90,6 @@ def _model_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 # ---- keys that do not exist
-
-
-def removed_key(key: str) -> str:
-    """What to do instead of a key that was removed (`systems/removed.csv`); empty if it was not."""
-    name = re.sub(r"\[\d+\]", "", key)  # of a list, whichever of its tables
-    advice = (row["advice"] for row in rows("removed") if fnmatchcase(name, row["key"]))
-    return next((f"{key}: this key was removed; {text}" for text in advice), "")
 
 
 def nearest_key(key: str, valid: Sequence[str], *, with_foreign: bool) -> str:

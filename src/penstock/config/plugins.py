@@ -108,7 +108,15 @@ def load(kind: str, name: str, table: Mapping[str, str]) -> Any:
     """The object that `name` stands for, importing its module."""
     check_name(kind, name, table)
     if name.startswith(PYTHON):
-        return _load_python_object(kind, name)
+        objects, key = _python_objects.get(), name.removeprefix(PYTHON)
+        if key not in objects:
+            what = "agent" if kind.endswith("agent") else "reward"
+            raise UserError(
+                f"{kind}: got {name!r}, a function of the Python program that began the run; "
+                f"allowed: the function again, from Python: penstock.resume(RUN, {what}=FUNCTION), "
+                "or evaluate in place of resume"
+            )
+        return objects[key]
     parsed = parse(table.get(name, name))
     assert parsed is not None, name
     module_name, attribute = parsed
@@ -146,18 +154,6 @@ def place_of(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
     return f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
-
-
-def _load_python_object(kind: str, name: str) -> Any:
-    try:
-        return _python_objects.get()[name.removeprefix(PYTHON)]
-    except KeyError:
-        what = "agent" if kind.endswith("agent") else "reward"
-        raise UserError(
-            f"{kind}: got {name!r}, a function of the Python program that began the run; "
-            f"allowed: the function again, from Python: penstock.resume(RUN, {what}=FUNCTION), "
-            "or evaluate in place of resume"
-        ) from None
 
 
 def _import(module_name: str) -> Any:

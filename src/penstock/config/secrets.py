@@ -40,7 +40,11 @@ def refuse_secrets(tree: Any) -> None:
             continue
         in_list = f"{before[1]} {value}" if before[0] == key else value  # --api-key VALUE
         before = key, value
-        if _is_secret(key.rpartition(".")[2], in_list):
+        last = key.rpartition(".")[2]
+        is_wandb_key = last == "key" and _WANDB_KEY.fullmatch(in_list)
+        names = (last, *_NAMED.findall(in_list))
+        is_named = any(_NAMES.fullmatch(name.replace("-", "_")) for name in names)
+        if is_named or is_wandb_key or _VALUES.search(in_list):
             raise UserError(
                 f"{key}: got a secret, which a config must not hold (it is written to the run folder), "
                 f"allowed: {key}_variable = the name of an environment variable that holds it"
@@ -58,13 +62,6 @@ def from_environment(key: str, variable: str, *, default: str = "") -> str:
     if variable and not value and variable != default:
         raise UserError(f"{key}: got {variable!r}, allowed: an environment variable that is set")
     return value
-
-
-def _is_secret(name: str, value: str) -> bool:
-    is_wandb_key = name == "key" and _WANDB_KEY.fullmatch(value)
-    names = (name, *_NAMED.findall(value))
-    is_named = any(_NAMES.fullmatch(name.replace("-", "_")) for name in names)
-    return bool(is_named or _VALUES.search(value) or is_wandb_key)
 
 
 def _holds_password(url: str) -> bool:

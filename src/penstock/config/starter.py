@@ -23,6 +23,11 @@ _ASK = {
     "boxed": "Reason step by step and put the final answer in \\boxed{}.",
     "own": "Answer with a number.",
 }
+_REWARDS = {
+    "tags": '[{ type = "think_answer_tags", options = { equality = "numeric" } }]',
+    "boxed": '[{ type = "boxed" }]',
+    "own": '[{ type = "reward.py:score" }]',
+}
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -73,43 +78,31 @@ def _sample(answers: Answers) -> dict[str, str]:
     return {"train.jsonl": "".join(lines[:200]), "test.jsonl": "".join(lines[200:])}
 
 
-def _reward(answers: Answers) -> str:
-    if answers.reward == "own":
-        return '[{ type = "reward.py:score" }]'
-    if answers.reward == "boxed":
-        return '[{ type = "boxed" }]'
-    return '[{ type = "think_answer_tags", options = { equality = "numeric" } }]'
-
-
 def _config(folder: Path, answers: Answers) -> str:
     demo = answers.model == "demo"
     tokens = answers.max_tokens or (DEMO_TOKENS if demo else OTHER_TOKENS)
     data = _from(folder, answers.data) or "train.jsonl"
     system = "" if demo else f"system_prompt = {toml_value(_ASK[answers.reward])}\n"
-    rewards = _reward(answers)
+    judged = answers.eval_data if answers.data else "test.jsonl"
+    evaluation = _template("evaluation.toml").substitute(
+        rewards=_REWARDS[answers.reward],
+        data=toml_value(_from(folder, judged) or "test.jsonl"),
+        every=max(1, min(10, answers.steps // 2)),
+    )
+    if not judged:  # nothing yet to evaluate on: as comments
+        evaluation = "".join(f"# {line}".rstrip() + "\n" for line in evaluation.splitlines())
     return _template("train.toml").substitute(
         path=(folder / "train.toml").as_posix(),
         model=toml_value(_from(folder, answers.model)),
         data=toml_value(data),
         system=system,
-        rewards=rewards,
+        rewards=_REWARDS[answers.reward],
         tokens=tokens,
         steps=answers.steps,
         groups=32 if demo else 16,
         lr="1e-4" if demo else "1e-6",
-        evaluation=_evaluation(folder, answers),
+        evaluation=evaluation,
     )
-
-
-def _evaluation(folder: Path, answers: Answers) -> str:
-    """The tables of the evaluation; as comments if there is nothing yet to evaluate on."""
-    data = answers.eval_data if answers.data else "test.jsonl"
-    text = _template("evaluation.toml").substitute(
-        rewards=_reward(answers),
-        data=toml_value(_from(folder, data) or "test.jsonl"),
-        every=max(1, min(10, answers.steps // 2)),
-    )
-    return text if data else "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
 
 
 def _template(name: str) -> Template:

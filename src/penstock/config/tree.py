@@ -170,8 +170,11 @@ class Config(Section):
         if not isinstance(tree, dict) or not isinstance(tree.get("eval"), dict):
             return tree
         tasks, evaluations = tree.get("tasks", {}), tree["eval"].get("tasks", {})
-        if not all(_is_table_of_tables(tables) for tables in (tasks, evaluations)):
-            return tree
+        for tables in (tasks, evaluations):  # a wrong type is named later
+            if not isinstance(tables, dict) or not tables:
+                return tree
+            if not all(isinstance(table, dict) for table in tables.values()):
+                return tree
         shared = {
             key: values[0]
             for key in _INHERITED
@@ -241,12 +244,6 @@ def _trained_by(task: dict[str, Any], run: str | None) -> str | None:
     return named if isinstance(named, str) else named.get("name", run)
 
 
-def _is_table_of_tables(value: Any) -> bool:
-    return (
-        isinstance(value, dict) and bool(value) and all(isinstance(v, dict) for v in value.values())
-    )
-
-
 def _check_tasks(config: Config) -> None:
     if not config.tasks:
         raise ValueError("tasks: got none, allowed: at least one [tasks.NAME]")
@@ -267,8 +264,8 @@ def _check_tasks(config: Config) -> None:
             )
 
 
-def _check_servers(config: Config) -> None:
-    """Refuse openai engines that are not as many as their servers."""
+def _check_kinds(config: Config) -> None:
+    """Refuse openai engines that are not as many as their servers, and an update of one kind alone."""
     counts = [(kind.count, place) for place, kind in enumerate(config.launch.producer_kinds)]
     plain = config.launch.num_producers - sum(count for count, _ in counts)
     for engines, place in [*counts, (plain, None)]:
@@ -280,12 +277,7 @@ def _check_servers(config: Config) -> None:
                 f"launch.{key}: got {engines} engines, allowed: {servers}, one for each server of "
                 "engine.options.urls"
             )
-
-
-def _check_kinds(config: Config) -> None:
-    _check_servers(config)
     for place, kind in enumerate(config.launch.producer_kinds):
-        config.engine_of_kind(place)
         if "update" in kind.engine:
             raise ValueError(
                 f"launch.producer_kinds[{place}].engine: got update, allowed: engine.update, which "

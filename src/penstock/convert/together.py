@@ -48,7 +48,11 @@ def _trl(conversion: Conversion) -> None:
         conversion.put(
             "algorithm.kl_estimator", "k3_weighted", "use_bias_correction_kl, on by default"
         )
-    _weigh(conversion, conversion.take("reward_weights"))
+    weights, rewards = conversion.take("reward_weights"), conversion.value(f"{TASK}.rewards", [])
+    numbers = weights if isinstance(weights, list) else str(weights or "").split()
+    if len(numbers) == len(rewards):
+        for reward, weight in zip(rewards, numbers, strict=True):
+            reward["weight"] = float(weight)
     _warm_up(conversion, conversion.take("warmup_ratio"))
 
 
@@ -346,17 +350,13 @@ def _colossalai_sampling(conversion: Conversion) -> None:
     conversion.put("eval.every_steps", max(0, every), f"eval_interval = {every}")
     conversion.put("eval.at_start", every > 0, f"eval_interval = {every}")
     if data := conversion.take("eval_dataset"):
-        for name, path in _json_or(data, "heldout").items():
+        try:
+            table = json.loads(data)
+        except (TypeError, ValueError):
+            table = None
+        tasks = table if isinstance(table, dict) else {"heldout": data}
+        for name, path in tasks.items():
             conversion.put(f"eval.tasks.{task_name(name)}.data", str(path), "eval_dataset")
-
-
-def _json_or(text: Any, name: str) -> dict[str, Any]:
-    """The table that a text is as JSON; another text is the table's only value, of this name."""
-    try:
-        table = json.loads(text)
-    except (TypeError, ValueError):
-        return {name: text}
-    return table if isinstance(table, dict) else {name: text}
 
 
 def _xtuner(conversion: Conversion) -> None:
@@ -463,16 +463,6 @@ def _bounds_of_tokens(conversion: Conversion) -> None:
         conversion.settings.setdefault(bound, (0.2, "its default"))
         if conversion.value("algorithm.name") == "sapo":
             conversion.settings.pop(bound)
-
-
-def _weigh(conversion: Conversion, weights: Any) -> None:
-    """Give the rewards their weights."""
-    key = f"{TASK}.rewards"
-    rewards = conversion.value(key, [])
-    numbers = weights if isinstance(weights, list) else str(weights or "").split()
-    if len(numbers) == len(rewards):
-        for reward, weight in zip(rewards, numbers, strict=True):
-            reward["weight"] = float(weight)
 
 
 def _warm_up(conversion: Conversion, share: Any) -> None:

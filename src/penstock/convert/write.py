@@ -46,7 +46,13 @@ def write_config(system: str, file: Path, out: Path | None = None) -> Path:
 def convert(system: str, path: Path, out: Path | None = None) -> str:
     """The TOML for a command line or a config file of `system`; `out` is where it will be."""
     spellings, words = SPELLINGS[system], read_words(path, system)
-    _check_system(system, path, words)
+    known = {name: sum(rule_of(name, word) is not None for word in words) for name in WORDS}
+    likely = max(known, key=lambda name: known[name])
+    if 2 * known[system] < known[likely]:
+        raise UserError(
+            f"convert: {system} knows {known[system]} of the {len(words)} settings of {path}, {likely} knows "
+            f"{known[likely]}; did you mean: penstock convert {likely} {path}?"
+        )
     conversion = Conversion({spellings.get(word, word): value for word, value in words.items()})
     for key, value, note in DEFAULTS[system]:
         conversion.put(key, value, note)
@@ -63,17 +69,6 @@ def convert(system: str, path: Path, out: Path | None = None) -> str:
     ]
     _complete(conversion)
     return _text(system, path, out or Path(f"{path.stem}.toml"), conversion)
-
-
-def _check_system(system: str, path: Path, words: dict[str, Any]) -> None:
-    """Refuse a file that another system knows far more words of."""
-    known = {name: sum(rule_of(name, word) is not None for word in words) for name in WORDS}
-    likely = max(known, key=lambda name: known[name])
-    if 2 * known[system] < known[likely]:
-        raise UserError(
-            f"convert: {system} knows {known[system]} of the {len(words)} settings of {path}, {likely} knows "
-            f"{known[likely]}; did you mean: penstock convert {likely} {path}?"
-        )
 
 
 def _translate(conversion: Conversion, word: str, value: Any, rule: Rule | None) -> None:

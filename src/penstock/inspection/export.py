@@ -25,7 +25,7 @@ from penstock.inspection.audit import take_audit
 from penstock.inspection.record import RunRecord, read_run, take_figures
 from penstock.inspection.track.console import draw_curves
 from penstock.rollout.evaluation.evaluate import best_step, read_scores
-from penstock.store.checkpoint import Checkpoint, CheckpointStore
+from penstock.store.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from penstock.store.run_folder import RunFolder
 
 CARD, CURVES = "README.md", "curves.svg"
@@ -70,7 +70,7 @@ def choose_checkpoint(folder: RunFolder, step: str | None = None) -> Checkpoint:
     if chosen not in steps or chosen is None:
         there = ", ".join(map(str, sorted(steps))) or "none, the run wrote no checkpoint"
         raise UserError(f"--step: got {step}, allowed: best, or a step that is kept ({there})")
-    return store.of_step(chosen)
+    return read_checkpoint(folder.checkpoints / f"step-{chosen}")
 
 
 def _best_kept(folder: RunFolder, steps: Collection[int]) -> int:

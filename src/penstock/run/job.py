@@ -231,18 +231,12 @@ def join_parts(
         system_prompts={name: task.system_prompt for name, task in config.tasks.items()},
     )
     closing.callback(rollout_log.close)
-    keep = config.journal.keep_payloads
-
-    def prune_payloads(oldest_step: int) -> None:  # which no kept checkpoint needs for a redo
-        if keep != "all":
-            base.journal.prune_payloads(oldest_step, keep_text=keep == "text")
-
     checkpoints = CheckpointStore(
         folder.checkpoints,
         config.checkpoint,
         report=note,
         before_rename=base.journal.sync,
-        after_prune=prune_payloads,
+        after_prune=partial(_prune_payloads, base.journal, config),
         also_kept=partial(
             best_or_pending,
             folder.evaluations,
@@ -333,6 +327,13 @@ async def _load_and_launch(
         data, facts = await loading
     report += display.report()
     return data, facts, steps, workers
+
+
+def _prune_payloads(journal: Journal, config: Config, oldest_step: int) -> None:
+    """Remove what no kept checkpoint needs for a redo, if the config says so."""
+    keep = config.journal.keep_payloads
+    if keep != "all":
+        journal.prune_payloads(oldest_step, keep_text=keep == "text")
 
 
 @asynccontextmanager

@@ -296,7 +296,8 @@ async def recompute(
     state = None if checkpoint is None else checkpoint.path
     steps = int(folder.record().get(TOTAL_STEPS, 0)) or None
     with ScratchFolder.new("redo") as scratch:
-        logs = folder.recompute_logs if can_write(folder.path) else scratch / "logs"
+        # apart from those of the run itself, which may be under way
+        logs = folder.logs / "recompute" if can_write(folder.path) else scratch / "logs"
         for era in folder.eras():
             end = last if era.last_step is None else min(era.last_step, last)
             if end <= done:

@@ -131,18 +131,14 @@ class CheckpointStore:
         step, digest = await trainer.identity()
         if self._last is None or (self._last.step, self._last.digest) != (step, digest):
             self._failures = 0
-            await self._save_again_after_a_death(trainer)
+            for _ in range(MAX_FAILURES):
+                await self.begin(trainer)
+                await self.settle()
+                if not self._failures or not self._worker_died:
+                    break  # else the copied state was lost with its worker
             if self._failures or self._last is None:
                 raise RunError(self._last_error)
         return self._last
-
-    async def _save_again_after_a_death(self, trainer: SnapshotSource) -> None:
-        """Write a checkpoint; begin again if the copied state was lost with its worker."""
-        for _ in range(MAX_FAILURES):
-            await self.begin(trainer)
-            await self.settle()
-            if not self._failures or not self._worker_died:
-                return
 
     def newest(self, damaged: list[str] | None = None) -> Checkpoint | None:
         """The newest checkpoint whose files all match its manifest, or None.
@@ -174,10 +170,6 @@ class CheckpointStore:
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, the newest first."""
         return [_step_of(path) for path in self._paths() if (path / MANIFEST).is_file()]
-
-    def of_step(self, step: int) -> Checkpoint:
-        """The checkpoint of a step; raise RunError if a file is missing or damaged."""
-        return read_checkpoint(self._folder / f"step-{step}")
 
     def after(self, step: int) -> list[Path]:
         """The checkpoints of later steps."""

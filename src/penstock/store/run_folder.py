@@ -80,11 +80,6 @@ class RunFolder:
     def logs(self) -> Path:
         return self.path / "logs"
 
-    @property
-    def recompute_logs(self) -> Path:
-        """Logs of a recomputation, apart from those of the run itself, which may be under way."""
-        return self.logs / "recompute"
-
     def record(self) -> dict[str, str]:
         """What the journal holds about the run's identity; empty before its first record."""
         if not self.journal.is_file() or is_empty(self.journal):
@@ -356,7 +351,12 @@ def create(
     if origin is not None:  # before the config, which makes the folder a run
         (path / ORIGIN).write_text(json.dumps(asdict(origin), indent=1))
         sync(path / ORIGIN)
-    config = _keep_data(path, config, own_data)
+    for file in own_data:
+        (path / "data").mkdir(exist_ok=True)
+        shutil.copyfile(file, path / "data" / file.name)
+        sync(path / "data" / file.name)
+    kept = {str(file): f"{_INSIDE}data/{file.name}" for file in own_data}
+    config = _map_data(config, lambda data: kept.get(data, data))
     trust.remember(path, config)
     # at once: no kill can come between making a run and its config, until the journal has it
     (path / CONFIG).write_text(_copy(config), encoding="utf-8")
@@ -365,16 +365,6 @@ def create(
     for folder in (path, *made, above):  # what was made, and the folder that names the first of it
         sync(folder)
     return RunFolder(path, made)
-
-
-def _keep_data(path: Path, config: Config, files: Sequence[Path]) -> Config:
-    """Copy files into the run folder; return the config that names the copies."""
-    for file in files:
-        (path / "data").mkdir(exist_ok=True)
-        shutil.copyfile(file, path / "data" / file.name)
-        sync(path / "data" / file.name)
-    kept = {str(file): f"{_INSIDE}data/{file.name}" for file in files}
-    return _map_data(config, lambda data: kept.get(data, data))
 
 
 def check_disk(folder: Path, config: Config) -> None:
@@ -443,16 +433,14 @@ def delete(folder: RunFolder) -> None:
 
 def has_progress(path: Path) -> bool:
     """Whether the folder holds groups, metrics or checkpoints, which a removal would destroy."""
-    metrics = path / METRICS
+    metrics, journal = path / METRICS, path / JOURNAL
     told = metrics.exists() and metrics.stat().st_size > 0
-    return told or any((path / "checkpoints").glob("step-*")) or _has_groups(path / JOURNAL)
-
-
-def _has_groups(path: Path) -> bool:
-    if not path.exists() or is_empty(path):
+    if told or any((path / "checkpoints").glob("step-*")):
+        return True
+    if not journal.exists() or is_empty(journal):
         return False
-    with contextlib.closing(Journal.look(path)) as journal:
-        return bool(journal.query("SELECT 1 FROM groups LIMIT 1"))
+    with contextlib.closing(Journal.look(journal)) as look:
+        return bool(look.query("SELECT 1 FROM groups LIMIT 1"))
 
 
 def _automatic_name(config: Config) -> str:

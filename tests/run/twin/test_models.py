@@ -52,7 +52,7 @@ def test_a_removed_row_frees_its_slot_or_leaves_the_queue() -> None:
 def test_a_prefill_holds_all_rows_up() -> None:
     rows = Rows(DecodeModel(step_s=1.0, row_s=0.0))
     rows.waiting["0"] = 3
-    rows.stalled_s += 0.5
+    rows.stall(0.5)
     assert run(rows) == [(3.5, "0")]
 
 

@@ -52,10 +52,8 @@ def simulate(
     ] = None,
 ) -> None:
     """Predict a run: the real control plane on virtual time, with the lengths and times of another run."""
-    from penstock.config.source import load_config, split_words, with_overrides
     from penstock.run.twin import fit, plan
     from penstock.run.twin.profile import Profile, assumed
-    from penstock.store.run_folder import find
 
     source = profile or check
     known: Profile | None = fit.read_profile(source) if source else None
@@ -78,11 +76,7 @@ def simulate(
         if save_profile is not None:
             _write("profile", save_profile, known.to_json())
         return
-    file, settings = split_words(arguments or [])
-    if file is None and profile and Path(profile).suffix != ".json":
-        config = with_overrides(find(profile).config(), settings)
-    else:
-        config = load_config(file, settings).config
+    config = _config(arguments or [], profile)
     known = known or assumed(config)
     if kind_speed:
         known.set_speeds(config, kind_speed)
@@ -104,3 +98,14 @@ def _write(what: str, path: Path, text: str) -> None:
             f"simulate: cannot write {path}: {error.strerror}, allowed: a file that can be written"
         ) from None
     say(f"{what}: {path}", error=True)
+
+
+def _config(arguments: list[str], profile: str):  # type: ignore[no-untyped-def]
+    """The config of a file, else that of the profile's run, with the settings laid over it."""
+    from penstock.config.source import load_config, split_words, with_overrides
+    from penstock.store.run_folder import find
+
+    file, settings = split_words(arguments)
+    if file is None and profile and Path(profile).suffix != ".json":
+        return with_overrides(find(profile).config(), settings)
+    return load_config(file, settings).config

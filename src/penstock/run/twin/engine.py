@@ -54,10 +54,8 @@ class Rows:
         self.busy_s = self.row_s = 0.0  # seconds with a row, and seconds of all rows
         self.steps = 0.0  # decode steps done
         self.tokens = 0.0
-        self.is_held = False  # no row begins
-        self.stalled_s = (
-            0.0  # to come, in which no row advances: a prefill between two decode steps
-        )
+        self._is_held = False  # no row begins
+        self._stalled_s = 0.0  # seconds to come in which no row advances
         self.waiting: dict[str, int] = {}  # row -> its tokens; first come, first served
         self.began: dict[str, float] = {}  # running row -> decode steps done by then
         self._now = 0.0
@@ -70,8 +68,8 @@ class Rows:
         """Move to a time at which no row ends or began to run before."""
         passed, rows = now - self._now, len(self.began)
         self._now = now
-        stalled = min(passed, self.stalled_s)
-        self.stalled_s -= stalled
+        stalled = min(passed, self._stalled_s)
+        self._stalled_s -= stalled
         if rows:
             steps = (passed - stalled) / self._pace()
             self.busy_s += passed
@@ -79,10 +77,18 @@ class Rows:
             self.steps += steps
             self.tokens += steps * rows
 
+    def hold(self, is_held: bool) -> None:
+        """Begin no row while held."""
+        self._is_held = is_held
+
+    def stall(self, seconds: float) -> None:
+        """Let all rows wait: a prefill, or weights being loaded between two decode steps."""
+        self._stalled_s += seconds
+
     def admit(self) -> list[str]:
         """Let waiting rows run for as long as slots are free; return those that begin."""
         begun = []
-        while self.waiting and len(self.began) < self.model.slots and not self.is_held:
+        while self.waiting and len(self.began) < self.model.slots and not self._is_held:
             row = next(iter(self.waiting))
             heappush(self._ends, (self.steps + self.waiting.pop(row), row))
             self.began[row] = self.steps
@@ -96,7 +102,7 @@ class Rows:
         if not self._ends:
             return None
         left = max(0.0, self._ends[0][0] - self.steps)
-        return self._now + self.stalled_s + left * self._pace()
+        return self._now + self._stalled_s + left * self._pace()
 
     def take_ended(self) -> list[str]:
         """And forget the rows that have ended."""
@@ -137,7 +143,7 @@ class ModelledEngine:
     async def generate_many(self, requests: list[GenerationRequest]) -> list[Generation]:
         loop, names = asyncio.get_running_loop(), [request.request_id for request in requests]
         self.rows.advance(loop_time())
-        self.rows.stalled_s += self.rows.model.prefill_s
+        self.rows.stall(self.rows.model.prefill_s)
         for name, request in zip(names, requests, strict=True):
             tokens = max(1, self._length(name) - len(request.response_ids))
             self._tokens[name], self._answers[name] = tokens, loop.create_future()
@@ -188,7 +194,7 @@ class ModelledEngine:
             self._continue()
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        self.rows.is_held = True
+        self.rows.hold(True)
         if mode == "abort":
             for name in list(self._answers):
                 await self.abort(name)
@@ -196,7 +202,7 @@ class ModelledEngine:
             await asyncio.wait([self._answers[name] for name in self.rows.began])
 
     async def resume(self) -> None:
-        self.rows.is_held = False
+        self.rows.hold(False)
         self.rows.advance(loop_time())
         self._continue()
 

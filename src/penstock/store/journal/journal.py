@@ -83,8 +83,9 @@ class Journal:
         threaded: bool = True,
         waits: Waits | None = None,
     ) -> None:
+        """readonly: reads a live run's journal. waits: where the waits for the disk are opened."""
         self.path = path
-        self._waits = waits or Waits()  # where waits for the disk are opened
+        self._waits = waits or Waits()
         self._landings = WaitInOrder(self._waits, "journal", WaitKind.SEND, responder="journal")
         self._writer: Writer | None = None
         self._submit: Callable[[records.Record], None] = self._refuse
@@ -105,10 +106,7 @@ class Journal:
         threaded: bool = True,
         waits: Waits | None = None,
     ) -> Journal:
-        """Open the journal in that file, creating it if needed; `readonly` reads a live run's journal.
-
-        waits: where the waits for the disk are opened.
-        """
+        """Open the journal in that file, creating it if needed."""
         return cls(Path(path), readonly=readonly, threaded=threaded, waits=waits)
 
     @classmethod
@@ -535,7 +533,12 @@ class Journal:
             ]
             if not rollouts and landed[1] is None:
                 continue  # nothing of it was ever generated
-            self._check_whole(group_id, rollouts, *landed)
+            stored = len(rollouts), sum(len(rollout.response_ids) for rollout in rollouts)
+            if stored != tuple(landed):
+                raise JournalDamaged(
+                    f"journal {self.path}: damaged: group {group_id} has {stored[0]} rollouts with "
+                    f"{stored[1]} tokens, but {landed[0]} with {landed[1]} tokens landed"
+                )
             group = Group(
                 group_id=group_id,
                 task=task,
@@ -549,17 +552,6 @@ class Journal:
                 group.move_to(Status.EXPIRED)  # it expired after its payload was written
             groups.append(group)
         return groups
-
-    def _check_whole(
-        self, group_id: str, rollouts: Sequence[Rollout], number: int, tokens: int
-    ) -> None:
-        """Raise unless the group has the rollouts and tokens that it landed with."""
-        stored = sum(len(rollout.response_ids) for rollout in rollouts)
-        if (len(rollouts), stored) != (number, tokens):
-            raise JournalDamaged(
-                f"journal {self.path}: damaged: group {group_id} has {len(rollouts)} rollouts with "
-                f"{stored} tokens, but {number} with {tokens} tokens landed"
-            )
 
     def _prompt(self, task: str, prompt_id: str) -> Prompt:
         rows = self._select(
