@@ -63,14 +63,11 @@ class DiskWatch:
     def forecast(self, steps_done: int) -> str:
         """What the rest of the run will write, at most, and what is free, in one line."""
         config, settings = self._config, self._config.checkpoint
-        token = TOKEN + LOGPROB * any(map(config.asks_server, config.tasks))
-        tasks = [config.task_sampling(name) for name in config.tasks]
-        group = max(task.num_generations * (ROLLOUT + token * task.max_tokens) for task in tasks)
-        journal = (self._total - steps_done) * group * config.train.groups_per_step
+        journal = (self._total - steps_done) * _step_bytes(config)
         checkpoint, keep = self._checkpoint_bytes(), settings.keep + 1 + bool(settings.keep_best)
         free = self._free(self._folder)
-        written = f"at most {size_text(journal)} of journal ({token} bytes a token)"
-        cuts = any(task.cuts_tokens for task in tasks)
+        written = f"at most {size_text(journal)} of journal ({_token_bytes(config)} bytes a token)"
+        cuts = any(config.task_sampling(task).cuts_tokens for task in config.tasks)
         if cuts or config.engine.options.get("router_replay"):
             written += " without what tokens are chosen from (docs/off-policy.md)"
         if checkpoint:
@@ -122,6 +119,18 @@ def _bytes_of(path: str | Path) -> int:
         return os.lstat(path).st_size
     except FileNotFoundError:  # removed meanwhile
         return 0
+
+
+def _step_bytes(config: Config) -> int:
+    """The most that one step adds to the journal."""
+    tasks = [config.task_sampling(name) for name in config.tasks]
+    token = _token_bytes(config)
+    group = max(task.num_generations * (ROLLOUT + token * task.max_tokens) for task in tasks)
+    return group * config.train.groups_per_step
+
+
+def _token_bytes(config: Config) -> int:
+    return TOKEN + LOGPROB * any(map(config.asks_server, config.tasks))
 
 
 def checkpoint_bytes(config: Config) -> int:
