@@ -62,26 +62,6 @@ class BaseProducer:
         self.batch_size = arguments["batch_size"]
         self.microbatch_size = arguments["microbatch_size"]
         self.eval_interval = arguments["eval_interval"]
-        self._check()
-        own = {name: value for name, value in arguments.items() if name not in _OF_TRAINERS}
-        settings = settings_of(type(self).__name__, own)
-        settings["track.trackers"] = ["wandb"] if arguments["project_name"] else []
-        self.config = checked_config(settings)
-        self._eval_folder = Path(arguments["eval_save_dir"])
-        self._write_down(
-            Path(arguments["log_dir"] or self._eval_folder),
-            arguments["rollout_log_file"],
-            profile=arguments["enable_profiling"],
-        )
-        self._groups_joined: dict[str, Any] = {}
-        self.policy_version = 0
-        self._groups = self._prompts_done = self._microbatches_done = 0
-        self._rolled: list[Group] = []  # made by `rollout` since the last microbatch
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="producer", daemon=True).start()
-        self._wait(self._open())
-
-    def _check(self) -> None:
         index, most = self.producer_idx, self.num_producers - 1
         if not 0 <= index <= most:
             raise UserError(f"producer_idx: got {index}, allowed: 0 to {most} (num_producers - 1)")
@@ -90,9 +70,15 @@ class BaseProducer:
                 f"microbatch_size: got {self.microbatch_size}, allowed: a divisor of "
                 f"batch_size = {self.batch_size}"
             )
-
-    def _write_down(self, folder: Path, rollout_file: str | None, *, profile: bool) -> None:
-        """Open what was asked for: metrics.jsonl and W&B, samples, the timeline that `penstock timeline` draws."""
+        own = {name: value for name, value in arguments.items() if name not in _OF_TRAINERS}
+        settings = settings_of(type(self).__name__, own)
+        settings["track.trackers"] = ["wandb"] if arguments["project_name"] else []
+        self.config = checked_config(settings)
+        self._eval_folder = Path(arguments["eval_save_dir"])
+        # metrics.jsonl and W&B, samples, the timeline that `penstock timeline` draws
+        folder = Path(arguments["log_dir"] or self._eval_folder)
+        rollout_file = arguments["rollout_log_file"]
+        profile = arguments["enable_profiling"]
         config, self._waits = self.config, Waits()
         self._rollouts = RolloutLog(
             Path(rollout_file or os.devnull),
@@ -118,6 +104,13 @@ class BaseProducer:
                     live=lambda: "",
                 )
             )
+        self._groups_joined: dict[str, Any] = {}
+        self.policy_version = 0
+        self._groups = self._prompts_done = self._microbatches_done = 0
+        self._rolled: list[Group] = []  # made by `rollout` since the last microbatch
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="producer", daemon=True).start()
+        self._wait(self._open())
 
     @classmethod
     def options(cls, **ray_options: Any) -> Any:
@@ -162,18 +155,6 @@ class BaseProducer:
             config, fetch=self._sync.fetch, index=self.producer_idx
         )
         await self._engine.start()
-
-    def _agent(self) -> SingleTurn:
-        """The agent loop at the temperature that this producer's prompts have reached in its episodes."""
-        sampling, anneal = self.config.sampling, self.config.sampling.anneal
-        if anneal.end is not None and anneal.episodes:
-            share = len(range(self.producer_idx, len(self._dataset), self.num_producers))
-            done = min(1.0, self._prompts_done / (anneal.episodes * share))
-            now = sampling.temperature + (anneal.end - sampling.temperature) * done
-            sampling = sampling.model_copy(update={"temperature": now, "anneal": AnnealConfig()})
-        return SingleTurn(
-            engine=self._engine, reward=self._reward, sampling=sampling, decode=self._chat.decode
-        )
 
     # ---- what a subclass defines
 
@@ -243,7 +224,13 @@ class BaseProducer:
             tensors = self.rollout(**prompt_tensors(prompts, self._chat.pad_id))
             with self._busy(WaitKind.SEND):
                 self.deliver(tensors)
-            self._log_microbatch(tensors)
+            figures = {f"rollout/{n}": float(tensors[n].mean()) for n in _METRICS if n in tensors}
+            if "action_mask" in tensors:
+                lengths = tensors["action_mask"].float().sum(dim=-1)
+                figures["rollout/response_length"] = float(lengths.mean())
+            self._rollouts.write(Batch(step=self._microbatches_done, groups=tuple(self._rolled)))
+            self._microbatches_done += 1
+            self._tracker.log_step(self._microbatches_done, figures)
             self._prompts_done += len(prompts)
             if self._prompts_done % self.batch_size == 0:
                 batches += 1
@@ -274,16 +261,6 @@ class BaseProducer:
     def _busy(self, what: WaitKind) -> AbstractContextManager[Any]:
         """Record what this producer does now, for its timeline."""
         return self._waits.wait(f"producer-{self.producer_idx}", what)
-
-    def _log_microbatch(self, tensors: Tensors) -> None:
-        """Log the metrics of one microbatch, and every so many its samples."""
-        figures = {f"rollout/{n}": float(tensors[n].mean()) for n in _METRICS if n in tensors}
-        if "action_mask" in tensors:
-            lengths = tensors["action_mask"].float().sum(dim=-1)
-            figures["rollout/response_length"] = float(lengths.mean())
-        self._rollouts.write(Batch(step=self._microbatches_done, groups=tuple(self._rolled)))
-        self._microbatches_done += 1
-        self._tracker.log_step(self._microbatches_done, figures)
 
     def _evaluate_if_due(self, batches: int) -> None:
         if self.producer_idx == 0 and self.eval_interval > 0 and batches % self.eval_interval == 0:
@@ -338,7 +315,21 @@ class BaseProducer:
 
     async def _generate(self, groups: list[Group]) -> Tensors:
         with self._busy(WaitKind.GENERATE):
-            agent = self._agent()
+            # at the temperature that this producer's prompts have reached in its episodes
+            sampling, anneal = self.config.sampling, self.config.sampling.anneal
+            if anneal.end is not None and anneal.episodes:
+                share = len(range(self.producer_idx, len(self._dataset), self.num_producers))
+                done = min(1.0, self._prompts_done / (anneal.episodes * share))
+                now = sampling.temperature + (anneal.end - sampling.temperature) * done
+                sampling = sampling.model_copy(
+                    update={"temperature": now, "anneal": AnnealConfig()}
+                )
+            agent = SingleTurn(
+                engine=self._engine,
+                reward=self._reward,
+                sampling=sampling,
+                decode=self._chat.decode,
+            )
             await asyncio.gather(*(agent.generate_group(group.rollouts) for group in groups))
         for group in groups:
             failed = [r.error for r in group.rollouts if r.status is not Status.COMPLETED]

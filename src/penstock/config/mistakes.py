@@ -45,7 +45,9 @@ def explain(
     of_a_run: the tree is that of a run, where words of other systems are known.
     """
     first = error.errors()[0]
-    key = f"{place}.{key_of(first)}".strip(".")
+    path = (part for part in first["loc"] if part != "[key]")  # pydantic marks a wrong key so
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    key = f"{place}.{''.join(parts).removeprefix('.')}".strip(".")
     words = allowed(first)
     if first["type"] == "extra_forbidden":
         name = re.sub(r"\[\d+\]", "", key)  # of a list, whichever of its tables
@@ -133,13 +135,6 @@ def of_setting(error: Any, tree: type[BaseModel]) -> str:
 
 
 # ---- a mistake as pydantic reports it
-
-
-def key_of(error: ErrorDetails) -> str:
-    """The dotted key that the error is about, such as `launch.producer_kinds[0].count`."""
-    path = (part for part in error["loc"] if part != "[key]")  # pydantic marks a wrong key so
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return "".join(parts).removeprefix(".")
 
 
 def allowed(error: ErrorDetails) -> str:

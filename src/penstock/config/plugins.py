@@ -158,27 +158,24 @@ def place_of(error: Exception) -> str:
 
 def _import(module_name: str) -> Any:
     if module_name.endswith(".py"):
-        return _import_file(Path(module_name))
+        path = Path(module_name)
+        if not path.is_file():
+            raise ImportError(f"no such file: {path}")
+        name = f"penstock_user_{path.stem}"
+        spec = importlib.util.spec_from_file_location(name, path.resolve())
+        if spec is None or spec.loader is None:
+            raise ImportError(f"not a Python file: {path}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        if (folder := str(path.resolve().parent)) not in sys.path:
+            sys.path.append(folder)  # of modules beside it, behind those that are installed
+        spec.loader.exec_module(module)
+        return module
     top = module_name.split(".")[0]
     is_known = top in sys.modules or importlib.util.find_spec(top) is not None
     if not is_known and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a user's module beside their config
     return importlib.import_module(module_name)
-
-
-def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise ImportError(f"no such file: {path}")
-    name = f"penstock_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    if spec is None or spec.loader is None:
-        raise ImportError(f"not a Python file: {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    if (folder := str(path.resolve().parent)) not in sys.path:
-        sys.path.append(folder)  # of modules beside it, behind those that are installed
-    spec.loader.exec_module(module)
-    return module
 
 
 # -- the files that a config names --------------------------------------------------------------

@@ -151,7 +151,23 @@ def _verl(conversion: Conversion) -> None:
     mini = conversion.take(f"{actor}.ppo_mini_batch_size", min(256, prompts))
     if int(mini) < prompts:
         conversion.put("train.mini_batches", prompts // int(mini), f"ppo_mini_batch_size = {mini}")
-    _verl_kl(conversion, bool(conversion.take(f"{actor}.use_kl_loss", False)))
+    in_reward = conversion.take("algorithm.use_kl_in_reward", False)
+    beta = conversion.take("algorithm.kl_ctrl.kl_coef", 0.001)
+    kind = Rule("", "low_var_kl>k3 kl>k1 mse>k2 abs>k2").value(
+        conversion.take("algorithm.kl_penalty", "kl")
+    )
+    if bool(conversion.take(f"{actor}.use_kl_loss", False)):
+        conversion.settings.setdefault("algorithm.kl_beta", (0.001, "verl's default"))
+        conversion.put("algorithm.kl_in", "loss", "use_kl_loss")
+        if in_reward:
+            conversion.left.append("use_kl_in_reward beside use_kl_loss: one place at a time")
+    elif in_reward:
+        conversion.put("algorithm.kl_beta", beta, "kl_ctrl.kl_coef")
+        conversion.put("algorithm.kl_in", "reward", "use_kl_in_reward")
+        conversion.put("algorithm.kl_estimator", kind, "verl's kl_penalty")
+    else:
+        conversion.put("algorithm.kl_beta", 0.0, "neither use_kl_loss nor use_kl_in_reward")
+        conversion.settings.pop("algorithm.kl_estimator", None)
     loss = str(conversion.take(f"{actor}.policy_loss.loss_mode", "vanilla"))
     if loss in _VERL_LOSSES:
         conversion.put("algorithm.name", _VERL_LOSSES[loss], f"loss_mode = {loss}")
@@ -201,27 +217,6 @@ def _verl(conversion: Conversion) -> None:
 _VERL_LOSSES = {"gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo"}
 
 
-def _verl_kl(conversion: Conversion, in_loss: bool) -> None:
-    """Translate the KL term: its weight and its estimator are other words in the loss than in the reward."""
-    in_reward = conversion.take("algorithm.use_kl_in_reward", False)
-    beta = conversion.take("algorithm.kl_ctrl.kl_coef", 0.001)
-    kind = Rule("", "low_var_kl>k3 kl>k1 mse>k2 abs>k2").value(
-        conversion.take("algorithm.kl_penalty", "kl")
-    )
-    if in_loss:
-        conversion.settings.setdefault("algorithm.kl_beta", (0.001, "verl's default"))
-        conversion.put("algorithm.kl_in", "loss", "use_kl_loss")
-        if in_reward:
-            conversion.left.append("use_kl_in_reward beside use_kl_loss: one place at a time")
-    elif in_reward:
-        conversion.put("algorithm.kl_beta", beta, "kl_ctrl.kl_coef")
-        conversion.put("algorithm.kl_in", "reward", "use_kl_in_reward")
-        conversion.put("algorithm.kl_estimator", kind, "verl's kl_penalty")
-    else:
-        conversion.put("algorithm.kl_beta", 0.0, "neither use_kl_loss nor use_kl_in_reward")
-        conversion.settings.pop("algorithm.kl_estimator", None)
-
-
 def _openrlhf(conversion: Conversion) -> None:
     generations = int(conversion.value("sampling.num_generations"))
     prompts = int(conversion.value("train.groups_per_step"))
@@ -232,19 +227,6 @@ def _openrlhf(conversion: Conversion) -> None:
     length = int(conversion.take("max_len", 2048))
     said = f"max_len = {length}, there of prompt and response"
     conversion.settings.setdefault("sampling.max_tokens", (length, said))
-    _openrlhf_loss(conversion)
-    _rloo_of_tokens(conversion)
-    _value_model(conversion, 9e-6)
-    nodes, each = conversion.take("actor_num_nodes", 1), conversion.take("actor_num_gpus_per_node")
-    if each is not None:
-        conversion.put("launch.num_consumers", int(nodes) * int(each), "actor nodes x GPUs")
-    queue = int(conversion.take("async_queue_size", 1))
-    if conversion.value("produce.strategy", "sync") == "async":
-        conversion.put("produce.max_staleness", queue, f"async_queue_size = {queue}")
-    _warm_up(conversion, conversion.take("lr_warmup_ratio", 0.03))
-
-
-def _openrlhf_loss(conversion: Conversion) -> None:
     clip = conversion.take("eps_clip")
     bounds = str(conversion.take("eps_clip_low_high", "")).split()
     low, high = bounds if len(bounds) == 2 else (clip, clip)
@@ -264,6 +246,15 @@ def _openrlhf_loss(conversion: Conversion) -> None:
             "KL in the reward: there each token pays it after the group is compared; here with a group baseline "
             "a rollout pays its whole KL before; algorithm.kl_beta = 0, or kl_in = 'loss', means the same in both"
         )
+    _rloo_of_tokens(conversion)
+    _value_model(conversion, 9e-6)
+    nodes, each = conversion.take("actor_num_nodes", 1), conversion.take("actor_num_gpus_per_node")
+    if each is not None:
+        conversion.put("launch.num_consumers", int(nodes) * int(each), "actor nodes x GPUs")
+    queue = int(conversion.take("async_queue_size", 1))
+    if conversion.value("produce.strategy", "sync") == "async":
+        conversion.put("produce.max_staleness", queue, f"async_queue_size = {queue}")
+    _warm_up(conversion, conversion.take("lr_warmup_ratio", 0.03))
 
 
 def _openrlhf_correction(conversion: Conversion) -> None:
@@ -381,7 +372,18 @@ def _xtuner(conversion: Conversion) -> None:
         lr = float(conversion.value("train.lr"))
         conversion.put("train.min_lr_ratio", min(1.0, float(least) / lr), f"lr_min = {least}")
     _warm_up(conversion, conversion.take("LRConfig.warmup_ratio", 0.03))
-    _xtuner_correction(conversion, f"{loss}rollout_is.rollout_is_")
+    prefix = f"{loss}rollout_is.rollout_is_"
+    bounds = conversion.take(f"{prefix}threshold")
+    level, mode = (
+        conversion.take(f"{prefix}level", "token"),
+        conversion.take(f"{prefix}mode", "truncate"),
+    )
+    if level not in ("token", "sequence") or mode not in ("truncate", "mask"):
+        conversion.left.append(f"{prefix}level = {level}, mode = {mode}: algorithm.correction.kind")
+    elif isinstance(bounds, list):
+        _correct(conversion, f"{level}_{mode}", sorted(bounds), f"rollout_is: {level}, {mode}")
+    else:
+        conversion.put("algorithm.correction.newest", "trainer", "it computes old log-probs again")
     _rloo_of_tokens(conversion)
     whole = conversion.take(f"{trainer}resources.num_workers")
     ranks = conversion.take(f"{trainer}train_resources.num_workers", whole)
@@ -395,20 +397,6 @@ def _xtuner(conversion: Conversion) -> None:
         )
     if conversion.value("produce.strategy") == "sync":
         conversion.put("sync.on_update", "keep", "nothing runs at an update with the sync strategy")
-
-
-def _xtuner_correction(conversion: Conversion, prefix: str) -> None:
-    bounds = conversion.take(f"{prefix}threshold")
-    level, mode = (
-        conversion.take(f"{prefix}level", "token"),
-        conversion.take(f"{prefix}mode", "truncate"),
-    )
-    if level not in ("token", "sequence") or mode not in ("truncate", "mask"):
-        conversion.left.append(f"{prefix}level = {level}, mode = {mode}: algorithm.correction.kind")
-    elif isinstance(bounds, list):
-        _correct(conversion, f"{level}_{mode}", sorted(bounds), f"rollout_is: {level}, {mode}")
-    else:
-        conversion.put("algorithm.correction.newest", "trainer", "it computes old log-probs again")
 
 
 TOGETHER: dict[str, Callable[[Conversion], None]] = {

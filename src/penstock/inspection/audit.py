@@ -109,7 +109,16 @@ def take_audit(folder: RunFolder, *, deep: bool = False) -> Audit:
     with closing(Journal.open(folder.journal, readonly=True)) as journal:
         journal.check_file()
         result = audit_journal(journal, eras, recorded=origin is not None)
-        result.faults += _checkpoint_faults(folder, journal, deep=deep)
+        # weights that are not those of their step; with `deep` also files that changed
+        digests = dict(journal.query("SELECT step, digest FROM steps WHERE committed"))
+        for checkpoint in read_checkpoints(folder.checkpoints, whole=deep):
+            if isinstance(checkpoint, str):
+                result.faults.append(checkpoint)
+            elif digests.get(checkpoint.step, checkpoint.digest) != checkpoint.digest:
+                result.faults.append(
+                    f"checkpoint {checkpoint.path.name} has weights with digest {checkpoint.digest}, the "
+                    f"journal has {digests[checkpoint.step]} for that step"
+                )
     if last_logged > result.committed_steps:
         result.faults.append(
             f"the journal ends at step {result.committed_steps}, but {folder.metrics.name} has "
@@ -127,21 +136,6 @@ def take_audit(folder: RunFolder, *, deep: bool = False) -> Audit:
         if name.startswith("accepted after step"):
             result.warnings.append(f"{name}: {value}")
     return result
-
-
-def _checkpoint_faults(folder: RunFolder, journal: Journal, *, deep: bool) -> list[str]:
-    """Checkpoints whose weights are not those of their step; with `deep` also files that changed."""
-    digests = dict(journal.query("SELECT step, digest FROM steps WHERE committed"))
-    faults = []
-    for checkpoint in read_checkpoints(folder.checkpoints, whole=deep):
-        if isinstance(checkpoint, str):
-            faults.append(checkpoint)
-        elif digests.get(checkpoint.step, checkpoint.digest) != checkpoint.digest:
-            faults.append(
-                f"checkpoint {checkpoint.path.name} has weights with digest {checkpoint.digest}, the "
-                f"journal has {digests[checkpoint.step]} for that step"
-            )
-    return faults
 
 
 def _era_bounds(era: Era) -> EraBounds:
@@ -180,35 +174,6 @@ def audit_journal(journal: Journal, eras: Sequence[EraBounds], *, recorded: bool
 def _account(
     journal: Journal, eras: Sequence[EraBounds], recorded: bool, damage: list[str]
 ) -> Audit:
-    tasks = _count(journal, recorded)
-    contents = read_contents(journal)
-    unbalanced = [(name, task) for name, task in tasks.items() if not task.balanced]
-    return Audit(
-        tasks={str(name): task for name, task in tasks.items()},
-        max_staleness_trained=max((value for _, _, value in staleness(journal)), default=0),
-        max_staleness_allowed=max((n for era in eras for n in era.allowed.values()), default=0),
-        committed_steps=journal.last_committed_step(),
-        faults=[
-            *(f"task {name}: does not balance: {task}" for name, task in unbalanced),
-            *row_faults(journal, eras, recorded=recorded),
-            *chain_faults(journal, recorded=recorded),
-            *damage,
-            *contents.faults,
-        ],
-        warnings=[
-            *redone_versions(journal),
-            *_doubtful_steps(journal),
-            *(line for name, task in tasks.items() for line in _bias(name, task)),
-        ],
-        proved=contents.lines(),
-    )
-
-
-def _count(journal: Journal, recorded: bool) -> dict[str, TaskAudit]:
-    """Count each number from its own source: cursors, committed batches, states, drop reasons.
-
-    The means are over groups: when each first completed, and when it was trained.
-    """
     drawn = journal.cursors()
     if recorded:  # the cursors belong to the run that drew the groups
         drawn = dict(journal.query("SELECT task, COUNT(*) FROM groups GROUP BY task"))
@@ -240,7 +205,27 @@ def _count(journal: Journal, recorded: bool) -> dict[str, TaskAudit]:
     )
     for name, length, reward in trained:
         tasks[name].length_trained, tasks[name].reward_trained = length, reward
-    return tasks
+    contents = read_contents(journal)
+    unbalanced = [(name, task) for name, task in tasks.items() if not task.balanced]
+    return Audit(
+        tasks={str(name): task for name, task in tasks.items()},
+        max_staleness_trained=max((value for _, _, value in staleness(journal)), default=0),
+        max_staleness_allowed=max((n for era in eras for n in era.allowed.values()), default=0),
+        committed_steps=journal.last_committed_step(),
+        faults=[
+            *(f"task {name}: does not balance: {task}" for name, task in unbalanced),
+            *row_faults(journal, eras, recorded=recorded),
+            *chain_faults(journal, recorded=recorded),
+            *damage,
+            *contents.faults,
+        ],
+        warnings=[
+            *redone_versions(journal),
+            *_doubtful_steps(journal),
+            *(line for name, task in tasks.items() for line in _bias(name, task)),
+        ],
+        proved=contents.lines(),
+    )
 
 
 def _doubtful_steps(journal: Journal) -> Iterator[str]:

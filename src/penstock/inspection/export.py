@@ -10,7 +10,6 @@ import html
 import json
 import os
 import shutil
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,33 +65,28 @@ def choose_checkpoint(folder: RunFolder, step: str | None = None) -> Checkpoint:
     steps = store.steps()
     chosen = int(step) if step.isdigit() else None
     if step == "best":
-        chosen = _best_kept(folder, steps)
+        # the best held-out score among the steps that are kept
+        scores = read_scores(folder.evaluations)
+        measure = folder.config().checkpoint.keep_best or next(iter(scores), "")
+        by_step = scores.get(measure, {})
+        chosen, best = best_step(by_step, steps), best_step(by_step, by_step)
+        if chosen is None or best is None:
+            evaluated = ", ".join(map(str, by_step)) or "none"
+            kept = ", ".join(map(str, sorted(steps))) or "none"
+            raise UserError(
+                f"--step: got best, allowed: a run with a step that is evaluated by {measure or 'an [eval.tasks.NAME]'} "
+                f"({evaluated}) and kept ({kept})"
+            )
+        better = (
+            f"; step {best} had {by_step[best]:.3f} and was not kept: set checkpoint.keep_best"
+            if by_step[best] > by_step[chosen]
+            else ""
+        )
+        say(f"step {chosen} has the best {measure}, {by_step[chosen]:.3f}{better}", error=True)
     if chosen not in steps or chosen is None:
         there = ", ".join(map(str, sorted(steps))) or "none, the run wrote no checkpoint"
         raise UserError(f"--step: got {step}, allowed: best, or a step that is kept ({there})")
     return read_checkpoint(folder.checkpoints / f"step-{chosen}")
-
-
-def _best_kept(folder: RunFolder, steps: Collection[int]) -> int:
-    """The step with the best held-out score among those that are kept; say which, and if another was better."""
-    scores = read_scores(folder.evaluations)
-    measure = folder.config().checkpoint.keep_best or next(iter(scores), "")
-    by_step = scores.get(measure, {})
-    chosen, best = best_step(by_step, steps), best_step(by_step, by_step)
-    if chosen is None or best is None:
-        evaluated = ", ".join(map(str, by_step)) or "none"
-        kept = ", ".join(map(str, sorted(steps))) or "none"
-        raise UserError(
-            f"--step: got best, allowed: a run with a step that is evaluated by {measure or 'an [eval.tasks.NAME]'} "
-            f"({evaluated}) and kept ({kept})"
-        )
-    better = (
-        f"; step {best} had {by_step[best]:.3f} and was not kept: set checkpoint.keep_best"
-        if by_step[best] > by_step[chosen]
-        else ""
-    )
-    say(f"step {chosen} has the best {measure}, {by_step[chosen]:.3f}{better}", error=True)
-    return chosen
 
 
 def _copy_model(folder: RunFolder, checkpoint: Checkpoint, target: Path, *, adapter: bool) -> None:

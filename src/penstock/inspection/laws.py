@@ -20,7 +20,7 @@ from penstock.errors import RunError
 from penstock.rollout.agent.tree import CallTree
 from penstock.store.journal import Journal
 from penstock.store.journal.records import step_chain
-from penstock.types import Group, ModelCall, Rollout, contradicts
+from penstock.types import ModelCall, Rollout, contradicts
 
 _MOST = 20  # most faults of one kind that are listed
 
@@ -216,7 +216,17 @@ def _age_faults(journal: Journal, eras: Sequence[EraBounds]) -> Iterator[str]:
     for task in eras[-1].allowed:
         bound = _bound(task, last or 1, eras)
         if bound is not None:
-            yield from _unexpired(journal, task, bound, last)
+            for group_id, version in journal.query(
+                "SELECT group_id, oldest_version FROM groups WHERE task = ? AND state = 'buffered'"
+                " AND status = 'completed' AND ? - oldest_version - 1 > ? AND"
+                " (SELECT MAX(number) FROM event_rows WHERE event_rows.group_id = groups.group_id)"
+                " <= (SELECT num_events FROM steps WHERE step = ? - 2)",
+                (task, last, bound, last),
+            ):
+                yield (
+                    f"group {group_id}: buffered for step {last} with tokens of version {version}, "
+                    f"allowed: at most {bound} updates behind"
+                )
 
 
 def _waiting(journal: Journal, task: str) -> Iterator[tuple[str, str, int]]:
@@ -236,21 +246,6 @@ def _waiting(journal: Journal, task: str) -> Iterator[tuple[str, str, int]]:
         if waits and since is not None:
             yield group_id, state, since
         later = min(filter(None, (first, later)), default=None)
-
-
-def _unexpired(journal: Journal, task: str, bound: int, last: int | None) -> Iterator[str]:
-    """Buffered groups that the last step should have found too old: landed two commits before it."""
-    for group_id, version in journal.query(
-        "SELECT group_id, oldest_version FROM groups WHERE task = ? AND state = 'buffered'"
-        " AND status = 'completed' AND ? - oldest_version - 1 > ? AND"
-        " (SELECT MAX(number) FROM event_rows WHERE event_rows.group_id = groups.group_id)"
-        " <= (SELECT num_events FROM steps WHERE step = ? - 2)",
-        (task, last, bound, last),
-    ):
-        yield (
-            f"group {group_id}: buffered for step {last} with tokens of version {version}, "
-            f"allowed: at most {bound} updates behind"
-        )
 
 
 def staleness(journal: Journal) -> list[tuple[str, int, int]]:
@@ -339,26 +334,21 @@ def read_contents(journal: Journal) -> Contents:
                 f"trained in step {step}"
             )
         if group_id in of_agents:
-            _certify(journal, group, contents)
+            calls = journal.calls(group.group_id)
+            for rollout in group.rollouts:
+                journalled = calls.get((rollout.rollout_id, rollout.seed), [])
+                if not rollout.rows and not journalled:
+                    contents.pruned += 1
+                    continue
+                contents.rollouts += 1
+                if fault := _compare(rollout, journalled, contents):
+                    contents.is_proved = False
+                    contents.faults.append(f"rollout {rollout.rollout_id}: {fault}")
     outcomes = dict(journal.query("SELECT outcome, COUNT(*) FROM tools GROUP BY outcome"))
     if outcomes:
         ended = {name: outcomes.get(name, 0) for name in ("done", "failed", "unknown")}
         contents.tools = ended | {"unknown": ended["unknown"] + outcomes.get(None, 0)}
     return contents
-
-
-def _certify(journal: Journal, group: Group, contents: Contents) -> None:
-    """Compare the rollouts of an agent's group with the calls that were journalled."""
-    calls = journal.calls(group.group_id)
-    for rollout in group.rollouts:
-        journalled = calls.get((rollout.rollout_id, rollout.seed), [])
-        if not rollout.rows and not journalled:
-            contents.pruned += 1
-            continue
-        contents.rollouts += 1
-        if fault := _compare(rollout, journalled, contents):
-            contents.is_proved = False
-            contents.faults.append(f"rollout {rollout.rollout_id}: {fault}")
 
 
 def _compare(rollout: Rollout, calls: Sequence[ModelCall], contents: Contents) -> str:
@@ -420,7 +410,22 @@ def chain_faults(journal: Journal, *, recorded: bool = False) -> list[str]:
                 f"weights {version}: published with digest {_words(published[version])}, "
                 f"committed with {digest}"
             )
-    for version in _sampled_versions(journal):
+    versions: set[int] = set()
+    rows = journal.query(
+        "SELECT DISTINCT oldest_version, newest_version FROM rollouts"
+        " WHERE step IS NOT NULL AND oldest_version IS NOT NULL"
+    )
+    for oldest, newest in rows:
+        versions |= {oldest, newest}
+        if newest - oldest > 1:  # versions in between are only in the payloads
+            for (group_id,) in journal.query(
+                "SELECT DISTINCT group_id FROM rollouts"
+                " WHERE step IS NOT NULL AND oldest_version = ? AND newest_version = ?",
+                (oldest, newest),
+            ):
+                rollouts = journal.group(group_id).rollouts
+                versions |= {s.version for rollout in rollouts for s in rollout.segments}
+    for version in sorted(versions):
         if version not in published:
             faults.append(
                 f"weights {version}: trained rollouts name them, the trainer never published them"
@@ -453,26 +458,6 @@ def _seen(journal: Journal, kind: str) -> dict[int, set[str]]:
     ):
         by_version.setdefault(version, set()).add(digest)
     return by_version
-
-
-def _sampled_versions(journal: Journal) -> list[int]:
-    """Every version that a token of a trained rollout was sampled from."""
-    versions: set[int] = set()
-    rows = journal.query(
-        "SELECT DISTINCT oldest_version, newest_version FROM rollouts"
-        " WHERE step IS NOT NULL AND oldest_version IS NOT NULL"
-    )
-    for oldest, newest in rows:
-        versions |= {oldest, newest}
-        if newest - oldest > 1:  # versions in between are only in the payloads
-            for (group_id,) in journal.query(
-                "SELECT DISTINCT group_id FROM rollouts"
-                " WHERE step IS NOT NULL AND oldest_version = ? AND newest_version = ?",
-                (oldest, newest),
-            ):
-                rollouts = journal.group(group_id).rollouts
-                versions |= {s.version for rollout in rollouts for s in rollout.segments}
-    return sorted(versions)
 
 
 def _words(digests: set[str] | None) -> str:

@@ -94,7 +94,14 @@ def read_run(folder: RunFolder) -> RunRecord:
     """The record of everything that the folder has."""
     record = RunRecord(name=folder.path.resolve().name, path=str(folder.path))
     config = _read_config(folder, record)
-    _read_metrics(folder, record)
+    rows = _read_lines(folder.metrics, record, "no step was logged")
+    by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
+    record.steps = sorted(by_step)
+    for name in CURVES:
+        values = [as_number(by_step[step].get(name)) for step in record.steps]
+        if any(value is not None for value in values):
+            record.curves[name] = values
+    record.accounts = _accounts([by_step[step] for step in record.steps])
     if _at(config, "eval", "tasks") != {} or (folder.evaluations / "summary.jsonl").exists():
         _read_evaluations(folder, record)
     _read_journal(folder, record)
@@ -131,17 +138,6 @@ def _at(tree: Any, *keys: str) -> Any:
     for key in keys:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
-
-
-def _read_metrics(folder: RunFolder, record: RunRecord) -> None:
-    rows = _read_lines(folder.metrics, record, "no step was logged")
-    by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
-    record.steps = sorted(by_step)
-    for name in CURVES:
-        values = [as_number(by_step[step].get(name)) for step in record.steps]
-        if any(value is not None for value in values):
-            record.curves[name] = values
-    record.accounts = _accounts([by_step[step] for step in record.steps])
 
 
 def _accounts(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -182,32 +178,28 @@ def _read_journal(folder: RunFolder, record: RunRecord) -> None:
         return
     try:
         with closing(Journal.look(folder.journal)) as journal:
-            _read_histograms(journal, record)
+            record.groups = dict(journal.query("SELECT state, COUNT(*) FROM groups GROUP BY state"))
+            record.drops = {
+                str(reason): count
+                for reason, count in journal.query(
+                    "SELECT drop_reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY 1 ORDER BY 2 DESC"
+                )
+            }
+            record.staleness = dict(
+                journal.query(
+                    "SELECT staleness, COUNT(*) FROM groups WHERE state = 'trained' AND staleness IS NOT NULL"
+                    " GROUP BY staleness ORDER BY staleness"
+                )
+            )
+            longest = journal.query("SELECT MAX(num_tokens) FROM rollouts")[0][0] or 0
+            record.length_bin = max(1, math.ceil((longest + 1) / MAX_LENGTH_BINS))
+            record.lengths = journal.query(
+                "SELECT num_tokens / ? * ?, COUNT(*), COUNT(step) FROM rollouts"
+                " WHERE finish_reason IN ('stop', 'length') GROUP BY 1 ORDER BY 1",
+                (record.length_bin, record.length_bin),
+            )
     except (PenstockError, TypeError, ValueError) as error:  # damage can put any type anywhere
         record.missing.append(f"{folder.journal.name} could not be read to its end: {error}")
-
-
-def _read_histograms(journal: Journal, record: RunRecord) -> None:
-    record.groups = dict(journal.query("SELECT state, COUNT(*) FROM groups GROUP BY state"))
-    record.drops = {
-        str(reason): count
-        for reason, count in journal.query(
-            "SELECT drop_reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY 1 ORDER BY 2 DESC"
-        )
-    }
-    record.staleness = dict(
-        journal.query(
-            "SELECT staleness, COUNT(*) FROM groups WHERE state = 'trained' AND staleness IS NOT NULL"
-            " GROUP BY staleness ORDER BY staleness"
-        )
-    )
-    longest = journal.query("SELECT MAX(num_tokens) FROM rollouts")[0][0] or 0
-    record.length_bin = max(1, math.ceil((longest + 1) / MAX_LENGTH_BINS))
-    record.lengths = journal.query(
-        "SELECT num_tokens / ? * ?, COUNT(*), COUNT(step) FROM rollouts"
-        " WHERE finish_reason IN ('stop', 'length') GROUP BY 1 ORDER BY 1",
-        (record.length_bin, record.length_bin),
-    )
 
 
 def _read_lines(path: Path, record: RunRecord, absence: str) -> list[dict[str, Any]]:
@@ -388,31 +380,42 @@ def read_line(folder: RunFolder) -> RunLine:
     line = RunLine(name=folder.name, state="stopped", changed_at=changed)
     try:
         if log.is_file():
-            _fill_service(line, folder)
+            _fill_state(line, folder, "serving")
+            try:
+                with CommandLog.look(folder.commands) as log:
+                    ((models, waiting, newest),) = log.query(
+                        f"SELECT COUNT(*) FILTER (WHERE {CREATED}), COUNT(*) FILTER (WHERE outcome IS NULL), "
+                        "MAX(number) FROM commands"
+                    )
+                    last = log.query("SELECT kind FROM commands WHERE number = ?", (newest,))
+                    line.service = ServiceLine(
+                        model=model_of(log),
+                        models=models,
+                        waiting=waiting,
+                        last=str(last[0][0])[:_MOST_KIND] if last else "",
+                    )
+            except PenstockError as error:
+                line.state, line.note = "damaged", str(error)
         else:
-            _fill(line, folder)
+            rows = list(read_metrics(folder.metrics).values())
+            line.steps = int(rows[-1]["step"]) if rows else 0
+            line.rewards = tuple(_numbers(rows, "reward/mean"))
+            line.reward = line.rewards[-1] if line.rewards else None
+            line.findings = int(sum(_numbers(rows[-1:], "findings/open")))
+            line.held_out = _held_out(folder)
+            try:
+                total = folder.record().get(TOTAL_STEPS)
+                line.total_steps = int(total) if total else folder.config().train.steps
+            except (PenstockError, ValueError):
+                line.state = "damaged"
+            if line.total_steps and line.steps >= line.total_steps:
+                line.state = "finished"
+            _fill_state(line, folder, "training")
     except (ValueError, TypeError, ArithmeticError) as error:
         # damage can put anything anywhere: one such run must not end the look at the others
         line.state = "damaged"
         line.note = f"its files cannot be read: {type(error).__name__}: {error}"
     return line
-
-
-def _fill(line: RunLine, folder: RunFolder) -> None:
-    rows = list(read_metrics(folder.metrics).values())
-    line.steps = int(rows[-1]["step"]) if rows else 0
-    line.rewards = tuple(_numbers(rows, "reward/mean"))
-    line.reward = line.rewards[-1] if line.rewards else None
-    line.findings = int(sum(_numbers(rows[-1:], "findings/open")))
-    line.held_out = _held_out(folder)
-    try:
-        total = folder.record().get(TOTAL_STEPS)
-        line.total_steps = int(total) if total else folder.config().train.steps
-    except (PenstockError, ValueError):
-        line.state = "damaged"
-    if line.total_steps and line.steps >= line.total_steps:
-        line.state = "finished"
-    _fill_state(line, folder, "training")
 
 
 def _fill_state(line: RunLine, folder: RunFolder, alive: str) -> None:
@@ -421,25 +424,6 @@ def _fill_state(line: RunLine, folder: RunFolder, alive: str) -> None:
         line.state = alive
     elif owner is Owner.KILLED and line.state == "stopped":
         line.state = "killed"
-
-
-def _fill_service(line: RunLine, folder: RunFolder) -> None:
-    _fill_state(line, folder, "serving")
-    try:
-        with CommandLog.look(folder.commands) as log:
-            ((models, waiting, newest),) = log.query(
-                f"SELECT COUNT(*) FILTER (WHERE {CREATED}), COUNT(*) FILTER (WHERE outcome IS NULL), "
-                "MAX(number) FROM commands"
-            )
-            last = log.query("SELECT kind FROM commands WHERE number = ?", (newest,))
-            line.service = ServiceLine(
-                model=model_of(log),
-                models=models,
-                waiting=waiting,
-                last=str(last[0][0])[:_MOST_KIND] if last else "",
-            )
-    except PenstockError as error:
-        line.state, line.note = "damaged", str(error)
 
 
 def model_of(log: CommandLog) -> str:

@@ -137,21 +137,6 @@ def rehearse(config: Config) -> Rehearsal:
 async def _rehearse(fit: Fit) -> Rehearsal:
     config = fit.config
     data = await RunData.read(config)
-    seen = _look(config, data)
-    seen.fit = fit
-    seen.notes += fit.choices
-    for name, dataset in data.train.items():  # each reward that asks a server is tried once
-        async with AsyncExitStack() as closing:
-            sampling, task = config.task_sampling(name), config.tasks[name]
-            await open_reward(task, sampling, dataset.is_chat, closing).probe()
-    await _sample(seen, data)
-    if not seen.errors and seen.sampling_s < _LONGEST_S:
-        await _train(seen)
-    return seen
-
-
-def _look(config: Config, data: RunData) -> Rehearsal:
-    """Count and measure the data."""
     seen = Rehearsal(config=config, total_steps=count_steps(config, data.train))
     asked = {name: list(dataset.messages()) for name, dataset in data.evaluation.items()}
     seen.facts = measure(config, data.by_key()) | overlaps(data.train, asked)
@@ -163,6 +148,15 @@ def _look(config: Config, data: RunData) -> Rehearsal:
             f"{count(len(dataset), 'prompt')} of {lengths[0]} to {dataset.longest} tokens (median "
             f"{lengths[len(lengths) // 2]}); responses of at most {config.task_sampling(name).max_tokens}"
         )
+    seen.fit = fit
+    seen.notes += fit.choices
+    for name, dataset in data.train.items():  # each reward that asks a server is tried once
+        async with AsyncExitStack() as closing:
+            sampling, task = config.task_sampling(name), config.tasks[name]
+            await open_reward(task, sampling, dataset.is_chat, closing).probe()
+    await _sample(seen, data)
+    if not seen.errors and seen.sampling_s < _LONGEST_S:
+        await _train(seen)
     return seen
 
 

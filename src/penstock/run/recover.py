@@ -81,17 +81,7 @@ async def recover(job: Job, *, accept_changes: bool = False) -> int:
     Data, tokenizer and chat template must have the content that the journal names, unless changes
     are accepted. The settings and what was accepted count from the next step on.
     """
-    facts = {**job.facts, **_changed_facts(job, accept_changes)}
-    await job.trainer.restored()
-    last = job.journal.last_committed_step()
-    await _agree_on_weights(job)
-    await job.source.restore(job.journal)
-    await job.folder.record_config(job.journal, job.config, facts, after_step=last)
-    return last
-
-
-def _changed_facts(job: Job, accept_changes: bool) -> dict[str, str]:
-    """Tell what is not as before; return facts on what was accepted, and from which prompt on."""
+    # what is not as before is told; what was accepted is a fact, and from which prompt on
     record, cursors = job.journal.read_identity(), job.journal.cursors()
     if code := changed_code(record, job.facts):
         job.tracker.note(f"{code}; redone steps are compared with the journal")
@@ -105,7 +95,13 @@ def _changed_facts(job: Job, accept_changes: bool) -> dict[str, str]:
         job.tracker.note("the journal is older: settings, data and code are recorded from now on")
     if accepted or not record:
         facts |= {f"tasks.{task}.data since cursor": str(n) for task, n in cursors.items()}
-    return facts
+    facts = {**job.facts, **facts}
+    await job.trainer.restored()
+    last = job.journal.last_committed_step()
+    await _agree_on_weights(job)
+    await job.source.restore(job.journal)
+    await job.folder.record_config(job.journal, job.config, facts, after_step=last)
+    return last
 
 
 async def restore_trainer(job: Job, trainer: TrainerClient) -> None:

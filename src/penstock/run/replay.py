@@ -455,18 +455,9 @@ class RecordedBatches(BatchSource):
             return False
         if state is None:
             self._journal.drawn(group)
-        await self._copy_calls(group, is_new=state is None)
-        if not keep:
-            await self._journal.filtered(group)
-        elif state != "buffered":
-            await self._teach(group)
-            await self._journal.landed(group)
-        return keep
-
-    async def _copy_calls(self, group: Group, *, is_new: bool) -> None:
-        """Bring an agent's calls into the fork's journal, those that are not there yet."""
+        # those of its agent that are not there yet
         calls = self._recorded.calls(group.group_id)
-        known = {} if is_new or not calls else self._journal.calls(group.group_id)
+        known = {} if (state is None) or not calls else self._journal.calls(group.group_id)
         await asyncio.gather(
             *(
                 self._journal.record_call(rollout, call)
@@ -475,3 +466,9 @@ class RecordedBatches(BatchSource):
                 if call.number >= len(known.get((rollout.rollout_id, rollout.seed), []))
             )
         )
+        if not keep:
+            await self._journal.filtered(group)
+        elif state != "buffered":
+            await self._teach(group)
+            await self._journal.landed(group)
+        return keep

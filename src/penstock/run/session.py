@@ -85,7 +85,24 @@ def resume_run(
     """Continue a run that is locked and trusted with these settings (see `entry.resume`)."""
     try:
         if folder.origin() is None:
-            _resume_checked(folder, config, changes, accept_changes)
+            notes = check_journal(folder)
+            run_folder.check_disk(folder.path, config)
+            notes += check_copy(folder, config)
+            for task in (*config.tasks.values(), *config.eval.tasks.values()):
+                reward.check(task.rewards)
+            check_files(folder, config, accept_changes)
+            trust.remember(folder.path, config)  # the user gave the overrides
+            for note in [*(f"changed: {change}" for change in changes), *notes]:
+                _tell(note)
+
+            async def redo_and_continue() -> None:
+                await catch_up(folder, config, changes, _tell)
+                await _train(config, folder, resumed=True, accept=accept_changes)
+
+            try:
+                asyncio.run(redo_and_continue())
+            except JournalDamaged as error:
+                raise JournalDamaged(with_way_out(str(error), folder)) from error
         else:
             for note in check_copy(folder, config):
                 _tell(note)
@@ -102,27 +119,6 @@ def _way_on(folder: RunFolder, config: Config) -> str:
     if any(name.startswith(PYTHON) for name in rewards):
         return f'continue with: penstock.resume("{folder.path}", reward=...)'
     return f"continue with: penstock resume {folder.path}"
-
-
-def _resume_checked(folder: RunFolder, config: Config, changes: list[Change], accept: bool) -> None:
-    notes = check_journal(folder)
-    run_folder.check_disk(folder.path, config)
-    notes += check_copy(folder, config)
-    for task in (*config.tasks.values(), *config.eval.tasks.values()):
-        reward.check(task.rewards)
-    check_files(folder, config, accept)
-    trust.remember(folder.path, config)  # the user gave the overrides
-    for note in [*(f"changed: {change}" for change in changes), *notes]:
-        _tell(note)
-
-    async def redo_and_continue() -> None:
-        await catch_up(folder, config, changes, _tell)
-        await _train(config, folder, resumed=True, accept=accept)
-
-    try:
-        asyncio.run(redo_and_continue())
-    except JournalDamaged as error:
-        raise JournalDamaged(with_way_out(str(error), folder)) from error
 
 
 def replay_run(
@@ -175,7 +171,16 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
         _tell(Text.assemble(("warning: ", "yellow"), warning))
     _tell(Text.assemble("run folder: ", (str(folder.path), "bold")))
     is_fork = folder.origin() is not None
-    _tell(_describe_start(config, is_fork))
+    # models may take minutes to load
+    launch, model = config.launch, config.model
+    ranks = "trainer" if launch.num_consumers == 1 else f"{launch.num_consumers} trainer ranks"
+    engines = "engine" if config.num_engines == 1 else f"{config.num_engines} engines"
+    parts = (
+        ranks
+        if is_fork or not config.num_engines
+        else f"{engines} ({config.engine.name}) and {ranks}"
+    )
+    _tell(f"starting: {parts}, model {model.path}, device {model.device}; reading the data")
     notes = Notes(_tell)
     with StopSignals(_way_on(folder, config), notes.add) as signals:
         async with AsyncExitStack() as closing:
@@ -206,19 +211,6 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
             f"stopped after step {done} of {job.total_steps}, {state}; {signals.way_on}"
         )
     print_summary(console(), folder)
-
-
-def _describe_start(config: Config, is_fork: bool) -> str:
-    """What is being started, in one line: models may take minutes to load."""
-    launch, model = config.launch, config.model
-    ranks = "trainer" if launch.num_consumers == 1 else f"{launch.num_consumers} trainer ranks"
-    engines = "engine" if config.num_engines == 1 else f"{config.num_engines} engines"
-    parts = (
-        ranks
-        if is_fork or not config.num_engines
-        else f"{engines} ({config.engine.name}) and {ranks}"
-    )
-    return f"starting: {parts}, model {model.path}, device {model.device}; reading the data"
 
 
 @contextmanager
@@ -259,7 +251,11 @@ async def _recover_and_train(job: Job, resumed: bool, accept: bool) -> bool:
         await Loop(job, first_step=first_step).run()
     except BaseExceptionGroup as group:
         job.journal.check_place()  # a folder that is gone may show first as another fault
-        raise _first_cause(group) from group
+        # the error to show: the first PenstockError in the group, else the first error
+        cause: BaseException = group.subgroup(PenstockError) or group
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        raise cause from group
     return True
 
 
@@ -369,14 +365,6 @@ class StopSignals:
         self._tell(f"stop requested: {self._words}")
         if self._work is not None:
             self._work.cancel()
-
-
-def _first_cause(group: BaseExceptionGroup) -> BaseException:
-    """The error to show: the first PenstockError in the group, else the first error."""
-    cause: BaseException = group.subgroup(PenstockError) or group
-    while isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]
-    return cause
 
 
 def evaluate_once(

@@ -289,7 +289,18 @@ def _groups(journal: Journal, rows: Sequence[tuple]) -> dict[str, Any]:
     readable, damaged = [], []
     for (group_id,) in rows:
         try:
-            readable.append(_group(journal, group_id))
+            samples = sorted(
+                views_of_group(journal, group_id),
+                key=lambda sample: math.inf if sample.reward is None else -sample.reward,
+            )
+            answers = []
+            for sample in samples:
+                row = sample.plain()
+                row |= {"fate": sample.fate, "response": clip(sample.response)}
+                row["prompt"] = clip("\n".join(map(message_text, sample.prompt)))
+                _clip_turns(row)
+                answers.append(row)
+            readable.append({"group_id": group_id, "answers": answers})
         except RunError as error:
             damaged.append(str(error))
     return {"groups": readable, "damaged": damaged, "last_step": last, "tasks": sorted(tasks)}
@@ -312,21 +323,6 @@ def _conditions(query: Mapping[str, str]) -> tuple[str, list[object]]:
         )
         values.append(words.lower())
     return " AND ".join(conditions), values
-
-
-def _group(journal: Journal, group_id: str) -> dict[str, Any]:
-    samples = sorted(
-        views_of_group(journal, group_id),
-        key=lambda sample: math.inf if sample.reward is None else -sample.reward,
-    )
-    answers = []
-    for sample in samples:
-        row = sample.plain()
-        row |= {"fate": sample.fate, "response": clip(sample.response)}
-        row["prompt"] = clip("\n".join(map(message_text, sample.prompt)))
-        _clip_turns(row)
-        answers.append(row)
-    return {"group_id": group_id, "answers": answers}
 
 
 def clip(text: str) -> str:

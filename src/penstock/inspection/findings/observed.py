@@ -148,16 +148,11 @@ def _read_journal(
         return {}, None, ""
     try:
         with closing(Journal.look(folder.journal)) as journal:
-            facts, failure = journal.read_identity(), _last_failure(journal)
+            rows = journal.query(
+                "SELECT reason FROM events WHERE status = 'failed' AND reason != '' ORDER BY at DESC LIMIT 1"
+            )
+            facts, failure = journal.read_identity(), (str(rows[0][0]) if rows else "")
             batch = journal.batch(rows[-1]["step"]) if rows else None
     except (PenstockError, TypeError, ValueError):  # damage can put any type anywhere
         return {}, None, ""
     return facts, batch, failure
-
-
-def _last_failure(journal: Journal) -> str:
-    """The error of the group that failed last; empty if none did."""
-    rows = journal.query(
-        "SELECT reason FROM events WHERE status = 'failed' AND reason != '' ORDER BY at DESC LIMIT 1"
-    )
-    return str(rows[0][0]) if rows else ""

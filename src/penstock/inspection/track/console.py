@@ -456,19 +456,15 @@ class StartDisplay:
         """Show and keep what a worker does since a moment (`time.time()`), if a start is shown."""
         if cls._shown is not None:
             cls._shown._stages.setdefault(worker, []).append((since, stage))
-            cls._shown.tell(cls._shown._workers_line())
-
-    def _workers_line(self) -> str:
-        """What the workers do now; workers that do the same are named together."""
-        by_stage: dict[str, list[str]] = {}
-        for worker, stages in self._stages.items():
-            if stages[-1][1] != READY:
-                by_stage.setdefault(stages[-1][1], []).append(worker)
-        parts = []
-        for stage, workers in by_stage.items():
-            more = f" and {len(workers) - 2} more" if len(workers) > 2 else ""
-            parts.append(f"{', '.join(workers[:2])}{more}: {stage}")
-        return "; ".join(parts) or "all workers are ready"
+            by_stage: dict[str, list[str]] = {}
+            for worker, stages in cls._shown._stages.items():
+                if stages[-1][1] != READY:
+                    by_stage.setdefault(stages[-1][1], []).append(worker)
+            parts = []
+            for stage, workers in by_stage.items():
+                more = f" and {len(workers) - 2} more" if len(workers) > 2 else ""
+                parts.append(f"{', '.join(workers[:2])}{more}: {stage}")
+            cls._shown.tell("; ".join(parts) or "all workers are ready")
 
     def report(self) -> list[str]:
         """A line for each worker: its stages, the seconds of each, and of all."""

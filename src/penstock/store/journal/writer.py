@@ -124,11 +124,6 @@ class Writer:
             self._commit(records)
         except Exception as error:  # the thread lives on, so that every waiter gets the error
             self.fail(RunError(f"journal {self._path}: {type(error).__name__}: {error}"))
-        self._wake(waiters)
-        return open_still
-
-    def _wake(self, waiters: list[Waiter]) -> None:
-        """Wake the waiters with one message per event loop, however many wait in it."""
         by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         for waiter in waiters:
             if isinstance(waiter, asyncio.Future):
@@ -143,6 +138,7 @@ class Writer:
                 continue
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_resolve, futures, self._fault)
+        return open_still
 
     def _commit(self, records: list[Record]) -> None:
         if not records or self._fault is not None:
