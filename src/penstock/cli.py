@@ -559,12 +559,7 @@ def main() -> None:
     try:
         raise SystemExit(app(prog_name="penstock", standalone_mode=False) or 0)
     except _UsageError as error:
-        if type(error).__name__ == "NoArgsIsHelpError":
-            error.show()
-            raise SystemExit(2) from None
-        path = error.ctx.command_path if error.ctx else "penstock"
-        said = of_setting(error, Config) or error.format_message().rstrip(".")
-        _fail(f"{said} (see {path} --help)", 2)
+        _fail(_usage_line(error), 2)
     except UserError as error:
         _fail(str(error), 2)
     except StopRequested as error:
@@ -584,6 +579,16 @@ def main() -> None:
 def _interrupt(number: int, frame: object) -> None:
     """Let SIGTERM end a command as Ctrl-C does, so that everything it started is closed."""
     raise KeyboardInterrupt
+
+
+def _usage_line(error: Any) -> str:
+    """What the parser refused, in one line. A command group without a command shows its help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        raise SystemExit(2)
+    path = error.ctx.command_path if error.ctx else "penstock"
+    said = of_setting(error, Config) or error.format_message().rstrip(".")
+    return f"{said} (see {path} --help)"
 
 
 def _fail(message: str, code: int) -> None:

@@ -78,29 +78,10 @@ def distributed_config(arguments: Mapping[str, Any]) -> Config:
     if not any(arguments[name] for name in ("model_config", "inference_model_config")):
         raise UserError("launch_distributed: got no model_config, allowed: a path in it")
     settings = {"launch.kind": "ray"} | settings_of("launch_distributed", arguments)
-    plugin = arguments.get("plugin_config") or arguments.get("consumer_plugin_config") or {}
-    axes = ["tp_size", "pp_size", *([] if _in_tp_group(plugin) else ["sp_size"])]
-    copies = math.prod(plugin.get(axis) or 1 for axis in axes)
+    copies = math.prod(_plugin(arguments).values())
     ranks = max(1, int(arguments["num_consumer_procs"]) // copies)  # that train different prompts
     settings["train.groups_per_step"] = arguments["train_batch_size"] * ranks
-    settings |= _sizes(arguments, config_of(settings).config)
-    overrides = flat(arguments["overrides"] or {})
-    if "train.steps" in overrides:
-        del settings["train.episodes"]
-    return checked_config(settings | overrides)
-
-
-def checked_config(settings: Mapping[str, Any]) -> Config:
-    """The config of a call's settings; tell what was lowered to fit the model."""
-    loaded = config_of(settings)
-    for note in loaded.notes:
-        say(f"note: {note}", error=True)
-    return loaded.config
-
-
-def _sizes(arguments: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """The settings that batch sizes stand for."""
-    settings: dict[str, Any] = {}
+    config = config_of(settings).config
     if per_sync := arguments["inference_batch_size"]:
         producers, step = config.launch.num_producers, config.train.groups_per_step
         if per_sync * producers % step:
@@ -115,7 +96,18 @@ def _sizes(arguments: Mapping[str, Any], config: Config) -> dict[str, Any]:
     if sequences := arguments["train_microbatch_size"] or grpo.get("train_microbatch_size"):
         longest = config.tasks["train"].max_prompt_tokens + config.sampling.max_tokens
         settings["train.micro_batch_tokens"] = sequences * longest
-    return settings
+    overrides = flat(arguments["overrides"] or {})
+    if "train.steps" in overrides:
+        del settings["train.episodes"]
+    return checked_config(settings | overrides)
+
+
+def checked_config(settings: Mapping[str, Any]) -> Config:
+    """The config of a call's settings; tell what was lowered to fit the model."""
+    loaded = config_of(settings)
+    for note in loaded.notes:
+        say(f"note: {note}", error=True)
+    return loaded.config
 
 
 # -- the parameters of ColossalAI's calls -------------------------------------------------------
@@ -178,7 +170,20 @@ def settings_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
                 print(f"{call}: {word} has no effect: {RULES[word].note}", file=sys.stderr)
     if unknown:
         raise UserError("; ".join(unknown))
-    settings |= _together(arguments, grpo)
+    generation, data = arguments["generate_config"], arguments["train_dataset_config"]
+    longest = generation.get("max_length")
+    if longest and not (generation.get("max_new_tokens") or generation.get("max_tokens")):
+        settings["sampling.max_tokens"] = longest - data.get("max_length", 0)
+    if grpo.get("filter_range") is not None:
+        settings["algorithm.filter_groups"] = True
+    if arguments.get("anneal_temperature_to") is not None:
+        settings["sampling.anneal.episodes"] = 1.0
+    plugin = _plugin(arguments)
+    if plugin["sp_size"] > 1:
+        settings["train.parallel.context"] = plugin["sp_size"]
+    shards = arguments.get("num_proc_per_producer") or 1
+    if shards > 1 and "vllm" in str(arguments.get("inference_backend")):
+        settings["engine.options.tensor_parallel_size"] = shards
     return settings | {"eval.tasks": _eval_tasks(arguments, settings)}
 
 
@@ -218,28 +223,13 @@ def _words(name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
             yield word, "", inner
 
 
-def _together(arguments: Mapping[str, Any], grpo: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of parameters that only mean something together."""
-    settings: dict[str, Any] = {}
-    generation, data = arguments["generate_config"], arguments["train_dataset_config"]
-    longest = generation.get("max_length")
-    if longest and not (generation.get("max_new_tokens") or generation.get("max_tokens")):
-        settings["sampling.max_tokens"] = longest - data.get("max_length", 0)
-    if grpo.get("filter_range") is not None:
-        settings["algorithm.filter_groups"] = True
-    if arguments.get("anneal_temperature_to") is not None:
-        settings["sampling.anneal.episodes"] = 1.0
+def _plugin(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """The ranks along each axis of the plugin's mesh; sequence parallelism may use the tensor-parallel ones."""
     plugin = arguments.get("plugin_config") or arguments.get("consumer_plugin_config") or {}
-    if (shared := plugin.get("sp_size") or 1) > 1 and not _in_tp_group(plugin):
-        settings["train.parallel.context"] = shared
-    shards = arguments.get("num_proc_per_producer") or 1
-    if shards > 1 and "vllm" in str(arguments.get("inference_backend")):
-        settings["engine.options.tensor_parallel_size"] = shards
-    return settings
-
-
-def _in_tp_group(plugin: Mapping[str, Any]) -> bool:
-    return plugin.get("sequence_parallelism_mode") in _IN_TP_GROUP
+    sizes = {axis: plugin.get(axis) or 1 for axis in ("tp_size", "pp_size", "sp_size")}
+    if plugin.get("sequence_parallelism_mode") in _IN_TP_GROUP:
+        sizes["sp_size"] = 1
+    return sizes
 
 
 def _eval_tasks(

@@ -194,8 +194,14 @@ class BaseProducer:
 
         `fields` are what the reward needs, with one entry for each prompt: gt_answer, test_cases, ...
         """
-        rows = unpadded(input_ids, attention_mask)
-        groups = [self._group(row, _nth(fields, n, len(rows))) for n, row in enumerate(rows)]
+        ids, mask = np.asarray(input_ids), np.asarray(attention_mask).astype(bool)
+        for key, values in fields.items():
+            if len(values) != len(ids):
+                raise UserError(f"rollout: {key} got {len(values)} entries, allowed: {len(ids)}")
+        groups = [
+            self._group(row[keep].astype(np.int32), {key: v[n] for key, v in fields.items()})
+            for n, (row, keep) in enumerate(zip(ids, mask, strict=True))
+        ]
         self._rolled += groups
         return self._wait(self._generate(groups))
 
@@ -356,20 +362,7 @@ class SimpleProducer(BaseProducer):
         self._deliver(tensors)
 
 
-def _nth(fields: Mapping[str, Any], number: int, count: int) -> dict[str, Any]:
-    for key, values in fields.items():
-        if len(values) != count:
-            raise UserError(f"rollout: {key} got {len(values)} entries, allowed: {count}")
-    return {key: values[number] for key, values in fields.items()}
-
-
 # ---- groups as padded tensors
-
-
-def unpadded(input_ids: Any, attention_mask: Any) -> list[np.ndarray]:
-    """The prompts of a padded batch, each without its padding."""
-    ids, mask = np.asarray(input_ids), np.asarray(attention_mask).astype(bool)
-    return [row[keep].astype(np.int32) for row, keep in zip(ids, mask, strict=True)]
 
 
 def _padded(rows: Iterable[Any], *, side: str = "right", fill: float = 0) -> Any:

@@ -171,6 +171,7 @@ def _read_evaluations(folder: RunFolder, record: RunRecord) -> None:
 
 
 def _read_journal(folder: RunFolder, record: RunRecord) -> None:
+    """What happened to the groups, the staleness of trained ones, and the lengths of responses."""
     if not folder.journal.is_file():
         record.missing.append(
             f"{folder.journal.name} is not there: no histograms, no drops, no samples"
@@ -382,14 +383,14 @@ def read_line(folder: RunFolder) -> RunLine:
         if log.is_file():
             _fill_state(line, folder, "serving")
             try:
-                with CommandLog.look(folder.commands) as log:
-                    ((models, waiting, newest),) = log.query(
+                with CommandLog.look(log) as commands:
+                    ((models, waiting, newest),) = commands.query(
                         f"SELECT COUNT(*) FILTER (WHERE {CREATED}), COUNT(*) FILTER (WHERE outcome IS NULL), "
                         "MAX(number) FROM commands"
                     )
-                    last = log.query("SELECT kind FROM commands WHERE number = ?", (newest,))
+                    last = commands.query("SELECT kind FROM commands WHERE number = ?", (newest,))
                     line.service = ServiceLine(
-                        model=model_of(log),
+                        model=model_of(commands),
                         models=models,
                         waiting=waiting,
                         last=str(last[0][0])[:_MOST_KIND] if last else "",

@@ -41,7 +41,7 @@ def print_summary(console: Console, folder: RunFolder) -> None:
     if record.findings:
         console.print()
         console.print(finding_table(record.findings))
-    report, paths = folder.path / "report.html", []
+    report, paths = folder.path / "report.html", list[tuple[str, object]]()
     if report.is_file():
         paths.append(("report", report))
     paths.append(("run folder", folder.path))

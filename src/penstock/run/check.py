@@ -422,8 +422,8 @@ def _print_group(console: Console, prompt: str, group: Group) -> None:
             note = f", {rollout.score.note}" if rollout.score.note else ""
             tokens = len(rollout.response_ids)
             judged = f"reward {rollout.score.value:g} ({tokens} tokens{cut}{note})"
-        line = Text.assemble((f"  {judged}  ", "bold"), _clip(rollout.text) or "(empty)")
-        console.print(line, soft_wrap=True)
+        response = Text.assemble((f"  {judged}  ", "bold"), _clip(rollout.text) or "(empty)")
+        console.print(response, soft_wrap=True)
     console.print()
 
 

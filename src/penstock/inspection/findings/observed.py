@@ -148,10 +148,10 @@ def _read_journal(
         return {}, None, ""
     try:
         with closing(Journal.look(folder.journal)) as journal:
-            rows = journal.query(
+            failures = journal.query(
                 "SELECT reason FROM events WHERE status = 'failed' AND reason != '' ORDER BY at DESC LIMIT 1"
             )
-            facts, failure = journal.read_identity(), (str(rows[0][0]) if rows else "")
+            facts, failure = journal.read_identity(), str(failures[0][0]) if failures else ""
             batch = journal.batch(rows[-1]["step"]) if rows else None
     except (PenstockError, TypeError, ValueError):  # damage can put any type anywhere
         return {}, None, ""
