@@ -278,13 +278,8 @@ def sft(
         "run.name": name,
     }
     rewards, objects = name_rewards(reward)
-    tables = (
-        (data, {"columns": columns, "system_prompt": system_prompt}),
-        (
-            eval_data,
-            {"rewards": rewards},
-        ),
-    )
+    of_task = {"columns": columns, "system_prompt": system_prompt}
+    tables = (data, of_task), (eval_data, {"rewards": rewards})
     return _train(config, named, *tables, settings=settings, objects=objects, trusted=trust)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -130,13 +131,12 @@ def _answers(rows: Sequence[dict[str, Any]], judged: bool, step: int) -> Answers
         by_prompt.setdefault(str(row.get("prompt_id")), []).append(row)
     answers = {}
     for prompt_id, responses in by_prompt.items():
-        scores = [float(row["ans_valid" if judged else "reward"]) for row in responses]
         messages = responses[0].get("prompt")
         prompt = messages[-1].get("content", "") if isinstance(messages, list) and messages else ""
         answers[prompt_id] = Answered(
             prompt=str(prompt),
             response=str(responses[0].get("prediction", "")),
-            score=sum(scores) / len(scores),
+            score=fmean(float(row["ans_valid" if judged else "reward"]) for row in responses),
             step=step,
         )
     return answers
@@ -212,9 +212,9 @@ def _pair(
             measure=measure,
             steps=steps,
             pairs=len(pairs),
-            first=sum(first.score for first, _ in pairs) / len(pairs),
-            second=sum(second.score for _, second in pairs) / len(pairs),
-            difference=sum(gaps) / len(gaps),
+            first=fmean(first.score for first, _ in pairs),
+            second=fmean(second.score for _, second in pairs),
+            difference=fmean(gaps),
             low=low,
             high=high,
             first_wins=len(worse),
@@ -230,7 +230,7 @@ def interval(gaps: Sequence[float]) -> tuple[float, float]:
     One pair that differs by one, each way, is added to the spread, so that equal answers to a few
     prompts are no proof.
     """
-    size, mean = len(gaps), sum(gaps) / len(gaps)
+    size, mean = len(gaps), fmean(gaps)
     spread = (sum((gap - mean) ** 2 for gap in gaps) + 2.0) / size
     half = _Z95 * math.sqrt(spread / size)
     return mean - half, mean + half

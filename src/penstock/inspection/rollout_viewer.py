@@ -79,9 +79,8 @@ class RolloutView:
             return f"taken for step {self.step}, which is not finished"
         if self.state == "dropped":
             return f"dropped: {self.drop_reason}"
-        return {"buffered": "waiting in the buffer", "in_flight": "in flight"}.get(
-            self.state, self.state
-        )
+        waiting = {"buffered": "waiting in the buffer", "in_flight": "in flight"}
+        return waiting.get(self.state, self.state)
 
     def plain(self) -> dict[str, Any]:
         """The fields as JSON values; a number that is not finite becomes None."""
@@ -122,12 +121,11 @@ def _matching(
     journal: Journal, where: str | None, step: int | None, task: str | None, limit: int
 ) -> dict[str, set[str]]:
     """The ids of the rollouts that match, by group."""
-    conditions = [
-        text for text, value in (("step = ?", step), ("task = ?", task)) if value is not None
-    ]
+    known = {"step = ?": step, "task = ?": task}
+    values = {text: value for text, value in known.items() if value is not None}
+    conditions, parameters = [*values], [*values.values()]
     if where is not None and where.strip():
         conditions.append(f"({where}\n)")  # the newline ends a comment in the condition
-    parameters: list[object] = [value for value in (step, task) if value is not None]
     condition = " AND ".join(conditions) or "1"
     sql = (
         f"SELECT group_id, rollout_id FROM rollouts WHERE {condition}"

@@ -94,16 +94,16 @@ class Rehearsal:
 
     def findings(self) -> list[Finding]:
         """What would be found if the run stayed as these prompts are."""
-        rows = [{"step": step, **self.metrics} for step in range(1, WINDOW + 1)]
+        steps = range(1, WINDOW + 1)
         # what ends early here ends later in the run
-        if self.cut or self.trained < len(self.groups):
-            rows = []
+        if self.cut or self.trained < len(self.groups) or not self.metrics:
+            steps = range(0)
         return find(
             Observed(
                 run="RUN",
                 config=self.config,
                 settings=looked_at_settings(self.config),
-                rows=rows if self.metrics else [],
+                rows=[{"step": step, **self.metrics} for step in steps],
                 facts=self.facts,
                 batch=Batch(step=1, groups=tuple(self.groups)),
             )
@@ -250,19 +250,14 @@ async def _generate(
     agents: Mapping[str, tuple[AgentLoop, Sampler]], cursors: range
 ) -> tuple[list[Group], float]:
     """The groups of these cursors of every task, and the seconds that they took."""
-    groups = {
-        name: [sampler.group_at(cursor) for cursor in cursors]
-        for name, (_, sampler) in agents.items()
-    }
+    groups, working = list[Group](), []
     started = time.monotonic()
-    await asyncio.gather(
-        *(
-            agents[name][0].generate_group(group.rollouts)
-            for name, drawn in groups.items()
-            for group in drawn
-        )
-    )
-    return [group for drawn in groups.values() for group in drawn], time.monotonic() - started
+    for agent, sampler in agents.values():
+        drawn = [sampler.group_at(cursor) for cursor in cursors]
+        groups += drawn
+        working += [agent.generate_group(group.rollouts) for group in drawn]
+    await asyncio.gather(*working)
+    return groups, time.monotonic() - started
 
 
 async def _train(seen: Rehearsal) -> None:

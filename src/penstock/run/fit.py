@@ -107,15 +107,13 @@ class Device:
     @property
     def need(self) -> int:
         """The most at one time; a process keeps what CUDA itself takes while the other side has the GPU."""
-        by_role = {True: 0, False: 0}
-        for part in self.parts:
-            by_role[part.name == "trainer"] += part.total
+        whole = sum(part.total for part in self.parts)
         if not self.in_turns:
-            return sum(by_role.values())
-        kept = {True: 0, False: 0}
+            return whole
+        freed = {True: 0, False: 0}  # while the trainer has the GPU, and while an engine has it
         for part in self.parts:
-            kept[part.name == "trainer"] += part.sizes["other"]
-        return max(by_role[role] + kept[not role] for role in (True, False))
+            freed[part.name != "trainer"] += part.total - part.sizes["other"]
+        return whole - min(freed.values())
 
     @property
     def place(self) -> str:
@@ -210,13 +208,8 @@ def _chosen(config: Config, machine: Machine) -> Iterator[list[str]]:
     yield []
     train, decided = config.train.model_fields_set, config.launch.model_fields_set
     turns = [_TURNS] if machine.gpus and "colocate" not in decided else []
-    free = [
-        words
-        for words in (_AWAY, _AGAIN, _SHORT)
-        if words.partition("=")[0].removeprefix("train.") not in train
-    ]
-    if not machine.gpus:
-        free = [words for words in free if words != _AWAY]
+    usable = (_AWAY, _AGAIN, _SHORT) if machine.gpus else (_AGAIN, _SHORT)
+    free = [w for w in usable if w.partition("=")[0].removeprefix("train.") not in train]
     for place in (turns, []):
         for chosen in range(2 ** len(free)):
             yield [*place, *(words for bit, words in enumerate(free) if chosen >> bit & 1)]
@@ -247,17 +240,14 @@ def _refusal(config: Config, shape: ModelShape, machine: Machine) -> str:
 
 def _nearest(config: Config, machine: Machine) -> Iterator[list[str]]:
     """Settings that need less memory, the smallest change first."""
-    decided = [_AWAY, _AGAIN, _SHORT]
-    if machine.gpus:
-        decided.insert(0, _TURNS)
-    for words in decided:
-        yield [words]
+    decided = [*([_TURNS] if machine.gpus else []), _AWAY, _AGAIN, _SHORT]
+    yield from ([words] for words in decided)
     yield decided
     if config.train.micro_batch_tokens > LEAST_TOKENS:
         yield [f"train.micro_batch_tokens={LEAST_TOKENS}"]
-    for fewer in (config.launch.num_producers // 2**n for n in range(1, 30)):
-        if fewer:
-            yield [f"launch.num_producers={fewer}"]
+    fewer = config.launch.num_producers
+    while fewer := fewer // 2:
+        yield [f"launch.num_producers={fewer}"]
     for part in (2, 4, 8):
         yield [f"sampling.max_tokens={max(1, config.sampling.max_tokens // part)}"]
     for ranks in range(config.launch.num_consumers + 1, len(machine.gpus) + 1):
@@ -308,11 +298,11 @@ def _on_host(config: Config, shape: ModelShape, machine: Machine) -> Iterator[De
     engine = _engine(config, shape, each, on_gpu=False)
     ranks = config.launch.num_consumers
     parts = [trainer] * ranks + [Part(name="checkpoint", sizes={"other": saved * ranks})]
-    if config.num_engines > 3:  # one line for all of them
-        each_size = {name: size * config.num_engines for name, size in engine.sizes.items()}
-        parts.append(Part(name=f"{config.num_engines} engines", sizes=each_size))
-    else:
-        parts += [engine] * config.num_engines
+    engines = [engine] * config.num_engines
+    if len(engines) > 3:  # one line for all of them
+        sizes = {name: size * len(engines) for name, size in engine.sizes.items()}
+        engines = [Part(name=f"{len(engines)} engines", sizes=sizes)]
+    parts += engines
     yield Device(name="host", total=machine.host, parts=tuple(parts))
 
 
@@ -364,16 +354,15 @@ def _longest_trained(config: Config, shape: ModelShape) -> int:
     """The tokens of the longest row; evaluations and judges generate more, which nobody trains."""
     lengths = [config.train.ptx.max_tokens] if config.train.ptx.coefficient else []
     for name, task in config.tasks.items():
-        own_loop = task.agent not in AGENTS and loop_class(f"tasks.{name}", task) is not None
-        if own_loop:  # its rows may have any length
-            return _longest(config, shape)
+        if task.agent not in AGENTS and loop_class(f"tasks.{name}", task) is not None:
+            return _longest(config, shape)  # rows of a loop of its own may have any length
         lengths.append(task.max_prompt_tokens + config.task_sampling(name).max_tokens)
     return min(max(lengths), shape.positions or max(lengths))
 
 
 def _longest(config: Config, shape: ModelShape) -> int:
-    longest = config.longest_sequence or shape.positions or LEAST_TOKENS
-    return min(longest, shape.positions or longest)
+    lengths = (config.longest_sequence, shape.positions)
+    return min(filter(None, lengths), default=LEAST_TOKENS)
 
 
 def _engine(config: Config, shape: ModelShape, each: int, *, on_gpu: bool, cache: int = 0) -> Part:

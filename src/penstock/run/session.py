@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -175,11 +175,8 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
     launch, model = config.launch, config.model
     ranks = "trainer" if launch.num_consumers == 1 else f"{launch.num_consumers} trainer ranks"
     engines = "engine" if config.num_engines == 1 else f"{config.num_engines} engines"
-    parts = (
-        ranks
-        if is_fork or not config.num_engines
-        else f"{engines} ({config.engine.name}) and {ranks}"
-    )
+    generates = config.num_engines and not is_fork
+    parts = f"{engines} ({config.engine.name}) and {ranks}" if generates else ranks
     _tell(f"starting: {parts}, model {model.path}, device {model.device}; reading the data")
     notes = Notes(_tell)
     with StopSignals(_way_on(folder, config), notes.add) as signals:
@@ -268,20 +265,12 @@ def outside_a_loop(work: Callable[[], T], *, saves: bool = False) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return work()
-    with _interrupts_told() if saves else nullcontext():
-        return in_thread(work, "penstock").result()
-
-
-@contextmanager
-def _interrupts_told() -> Iterator[None]:
-    """Tell Ctrl-C to the run in another thread, if this is the main thread, which gets it."""
     StopSignals.forget()
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    if not saves or threading.current_thread() is not threading.main_thread():
+        return in_thread(work, "penstock").result()
     before = signal.signal(signal.SIGINT, lambda number, frame: StopSignals.interrupt())
     try:
-        yield
+        return in_thread(work, "penstock").result()
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -276,7 +276,7 @@ class ConsoleTracker(Tracker):
             self._console.print(f"    {line}", highlight=False, soft_wrap=True)
 
     def _curves(self) -> list[tuple[str, list[float | None]]]:
-        curves = [(name, values) for name, values in self._evals.items() if values]
+        curves = list(self._evals.items())
         if self._rewards and self._rewards[-1] is not None:
             curves.append(("reward", self._rewards))
         return curves
@@ -284,19 +284,17 @@ class ConsoleTracker(Tracker):
     def _figures(self) -> list[tuple[str, str]]:
         get = self._metrics.get
         rate = get("tokens/generated", 0.0) / max(get("time/step_s", 0.0), 1e-9)
-        shown = [("accuracy", f"{get('accuracy/mean', 0.0):.3f}")]
-        if "accuracy/mean" not in self._metrics:  # nothing judges the answers
-            shown = []
+        age, oldest = get("staleness/mean", 0.0), get("staleness/max", 0.0)
+        shown = []
+        if "accuracy/mean" in self._metrics:  # else nothing judges the answers
+            shown.append(("accuracy", f"{self._metrics['accuracy/mean']:.3f}"))
         if LOSS in self._metrics:
             shown.append(("loss", f"{self._metrics[LOSS]:.4f}"))
         return [
             *shown,
             ("length", f"{get('response_length/mean', 0.0):.1f}"),
             ("tokens/s", f"{rate:,.0f}"),
-            (
-                "staleness",
-                f"{get('staleness/mean', 0.0):.2f} (max {get('staleness/max', 0.0):.0f})",
-            ),
+            ("staleness", f"{age:.2f} (max {oldest:.0f})"),
             ("trainer waited", f"{get('time/consumer_wait_s', 0.0):.2f} s"),
             ("producer waited", f"{get('time/producer_wait_s', 0.0):.2f} s"),
         ]
@@ -386,10 +384,8 @@ class NotebookTracker(Tracker):
     def log_step(self, step: int, metrics: dict[str, float]) -> None:
         if "reward/mean" in metrics:
             self._reward.append((step, metrics["reward/mean"]))
-        if (
-            step == self._info.total_steps
-            or time.monotonic() - self._drawn_at > _DRAWING_INTERVAL_S
-        ):
+        is_last = step == self._info.total_steps
+        if is_last or time.monotonic() - self._drawn_at > _DRAWING_INTERVAL_S:
             self._draw()
 
     def log_eval(self, step: int, metrics: dict[str, float]) -> None:
