@@ -29,6 +29,8 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook,
 from rich.control import Control
 from rich.segment import Segment
 
+from penstock.errors import UserError
+
 _PIECE = 32 << 20  # bytes of a large file that go to disk at a time
 _START, _FINISH = 2, 7  # of sync_file_range: begin to write; wait before, write, wait after
 MOUNTS = Path("/proc/self/mountinfo")
@@ -64,6 +66,17 @@ def write_whole(path: Path, text: str | Iterable[str]) -> None:
         os.fsync(file.fileno())
     draft.rename(path)
     sync(path.parent)
+
+
+def write_for(command: str, path: Path, text: str) -> None:
+    """Write the file that a command was asked for; a UserError if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except OSError as error:
+        raise UserError(
+            f"{command}: cannot write {path}: {error.strerror}, allowed: a file that can be written"
+        ) from None
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:

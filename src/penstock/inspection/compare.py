@@ -19,12 +19,12 @@ from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from penstock.config.changes import differing
 from penstock.errors import UserError
 from penstock.files import read_rows
+from penstock.inspection.track.console import fact_table
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 
@@ -259,9 +259,7 @@ def print_comparison(
         ties = result.pairs - sum(wins)
         bounds = f"95 % interval {result.low:+.3f} to {result.high:+.3f}: "
         verdict = (result.verdict, "bold")
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", justify="right", no_wrap=True)
-        table.add_column(overflow="fold")
+        table = fact_table()
         table.add_row(result.task, Text(f"{result.pairs} prompts that both answered, {where}"))
         table.add_row(result.measure, Text(f"A {result.first:.3f}, B {result.second:.3f}"))
         difference = Text.assemble(f"{result.difference:+.3f}, {bounds}", verdict)

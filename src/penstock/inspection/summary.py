@@ -17,7 +17,7 @@ from penstock.inspection.findings import find
 from penstock.inspection.findings.observed import read_observed
 from penstock.inspection.record import FigureChange, Figures, RunRecord, read_run, take_figures
 from penstock.inspection.timeline import worked_s
-from penstock.inspection.track.console import LOSS, finding_table, sparkline
+from penstock.inspection.track.console import LOSS, fact_table, finding_table, sparkline
 from penstock.rollout.evaluation.evaluate import EvalResult
 from penstock.store.checkpoint import CheckpointStore
 from penstock.store.run_folder import RunFolder
@@ -27,9 +27,7 @@ def print_summary(console: Console, folder: RunFolder) -> None:
     """Print what the run reached, how each side spent its time, what was dropped, and what is next."""
     record = read_run(folder)
     figures = take_figures(record)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = fact_table()
     # the time of the steps, then of all sessions of the run: a pause is in neither
     worked = worked_s(folder)
     training = "" if figures.seconds is None else f" in {duration(figures.seconds)}"

@@ -17,7 +17,6 @@ from functools import partial
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from penstock.config import Config, EvalConfig, SamplingConfig
@@ -31,7 +30,7 @@ from penstock.files import ScratchFolder, count
 from penstock.inspection.findings import Observed, find
 from penstock.inspection.findings.observed import WINDOW, looked_at_settings
 from penstock.inspection.summary import duration
-from penstock.inspection.track.console import finding_table
+from penstock.inspection.track.console import fact_table, finding_table
 from penstock.inspection.track.logs import Finding
 from penstock.rollout.agent import AgentLoop
 from penstock.rollout.agent.build import CheckResult, check_agent, try_agent
@@ -362,9 +361,7 @@ def print_rehearsal(console: Console, seen: Rehearsal) -> int:
     """Print what was seen; return 1 if a response could not be sampled or scored, else 0."""
     for group in seen.groups:
         _print_group(console, seen.prompts[group.group_id], group)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = fact_table()
     for task, lengths in seen.lengths.items():
         table.add_row(f"tasks.{task}", Text(lengths))
     for task, here in seen.cut.items():

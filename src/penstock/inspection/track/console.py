@@ -98,6 +98,14 @@ def _account_text(figures: dict[str, float]) -> str:
     return ", ".join(words)
 
 
+def fact_table() -> Table:
+    """An empty table of names and what is said of each."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
 def finding_table(findings: Iterable[Finding], *, brief: bool = False) -> Table:
     """One row per finding: what and since when; unless brief, evidence and advice below it."""
     table = Table.grid(padding=(0, 1))

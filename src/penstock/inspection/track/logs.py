@@ -354,6 +354,13 @@ def _event(lane: str, what: str, detail: str, start: float, end: float) -> str:
 # -- trackers of other systems ------------------------------------------------------------------
 
 
+def _not_installed(name: str) -> UserError:
+    return UserError(
+        f"track.trackers: got {name!r}, which is not installed; "
+        f"install it with: pip install 'penstock[{name}]'"
+    )
+
+
 class TensorBoardTracker(Tracker):
     """TensorBoard event files in RUN/tensorboard: every metric as a scalar."""
 
@@ -361,10 +368,7 @@ class TensorBoardTracker(Tracker):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError(
-                "track.trackers: got 'tensorboard', which is not installed; "
-                "install it with: pip install 'penstock[tensorboard]'"
-            ) from None
+            raise _not_installed("tensorboard") from None
         self._writer = SummaryWriter(
             str(info.folder / "tensorboard"), purge_step=info.first_step + 1
         )
@@ -373,8 +377,7 @@ class TensorBoardTracker(Tracker):
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def log_eval(self, step: int, metrics: dict[str, float]) -> None:
-        self.log_step(step, metrics)
+    log_eval = log_step
 
     def close(self) -> None:
         self._writer.close()
@@ -389,10 +392,7 @@ class WandbTracker(Tracker):
         try:
             import wandb
         except ImportError:
-            raise UserError(
-                "track.trackers: got 'wandb', which is not installed; "
-                "install it with: pip install 'penstock[wandb]'"
-            ) from None
+            raise _not_installed("wandb") from None
         id_file = info.folder / "wandb-id"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:12])
@@ -418,8 +418,7 @@ class WandbTracker(Tracker):
     def log_step(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log({**metrics, "step": step})
 
-    def log_eval(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log({**metrics, "step": step})
+    log_eval = log_step
 
     def close(self) -> None:
         self._run.finish()

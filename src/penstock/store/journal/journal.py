@@ -480,23 +480,20 @@ class Journal:
 
     def counts(self) -> dict[str, dict[str, int]]:
         """For each task, the groups by state (in_flight, buffered, taken, trained, dropped), and drawn."""
-        found: dict[str, dict[str, int]] = {}
-        for task, state, number in self.query(
-            "SELECT task, state, COUNT(*) FROM groups GROUP BY task, state"
-        ):
-            row = found.setdefault(task, {"drawn": 0})
-            row[state] = number
-            row["drawn"] += number
-        return found
+        by_state = self._count_by("state", "1")
+        return {task: {"drawn": sum(row.values()), **row} for task, row in by_state.items()}
 
     def drops(self) -> dict[str, dict[str, int]]:
         """For each task, the dropped groups by reason."""
-        found: dict[str, dict[str, int]] = {}
-        for task, reason, number in self.query(
-            "SELECT task, drop_reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY 1, 2"
+        return self._count_by("drop_reason", "state = 'dropped'")
+
+    def _count_by(self, column: str, where: str) -> dict[str, dict[str, int]]:
+        counts: dict[str, dict[str, int]] = {}
+        for task, value, number in self.query(
+            f"SELECT task, {column}, COUNT(*) FROM groups WHERE {where} GROUP BY 1, 2"
         ):
-            found.setdefault(task, {})[reason] = number
-        return found
+            counts.setdefault(task, {})[value] = number
+        return counts
 
     def group(self, group_id: str) -> Group:
         """One group with the payload of its last landing; pruned log-probs are NaN."""
