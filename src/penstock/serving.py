@@ -213,7 +213,7 @@ def make_app(routes: Sequence[BaseRoute], *, middleware: Sequence[Middleware] = 
     return Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={HTTPException: _refuse, ClientDisconnect: _nobody, 500: _fail},
+        exception_handlers={HTTPException: _refuse, ClientDisconnect: _refuse, 500: _fail},
     )
 
 
@@ -225,15 +225,12 @@ def json_response(
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+    if not isinstance(error, HTTPException):  # the client is gone: nobody reads it
+        return Response(status_code=400)
     headers = dict(error.headers or {})
     if error.status_code in (429, 503):
         headers["Retry-After"] = "1"
     return json_response({"error": error.detail}, error.status_code, headers)
-
-
-async def _nobody(request: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # nobody reads it
 
 
 async def _fail(request: Request, error: Exception) -> Response:

@@ -120,24 +120,21 @@ def load(kind: str, name: str, table: Mapping[str, str]) -> Any:
     parsed = parse(table.get(name, name))
     assert parsed is not None, name
     module_name, attribute = parsed
+    fault = f"{kind}: got {name!r}, but {module_name}"
     try:
         module = _import(module_name)
     except ImportError as error:
-        raise UserError(
-            f"{kind}: got {name!r}, but {module_name} cannot be imported: {error}"
-        ) from error
+        raise UserError(f"{fault} cannot be imported: {error}") from error
     except Exception as error:  # whatever the user's module raises is the user's mistake
         if name in table:
             raise
         said = error.msg if isinstance(error, SyntaxError) else error
-        raise UserError(
-            f"{kind}: got {name!r}, but {module_name} cannot be imported: {type(error).__name__}: "
-            f"{said}{place_of(error)}"
-        ) from error
+        words = f"{type(error).__name__}: {said}{place_of(error)}"
+        raise UserError(f"{fault} cannot be imported: {words}") from error
     try:
         return getattr(module, attribute)
     except AttributeError:
-        raise UserError(f"{kind}: got {name!r}, but {module_name} has no {attribute!r}") from None
+        raise UserError(f"{fault} has no {attribute!r}") from None
 
 
 _NOT_THE_USERS = (  # where the code of Penstock, of Python and of libraries is

@@ -157,13 +157,10 @@ def _settings(tokens: list[str]) -> dict[str, Any]:
         name, equals, value = token.partition("=")
         is_flag = re.match(r"--?[A-Za-z]", token) is not None
         is_dotted = equals and re.match(r"^[+~]{0,2}[A-Za-z_]\w*(\.\w+)+$", name) is not None
-        if (
-            token.startswith("$") or "[@]" in token
-        ):  # what the script was given, or what it computes
+        if token.startswith("$") or "[@]" in token:  # what the script was given, or computes
             if flag and "@" not in token:
                 words[flag], flag = Unread(token), ""
-            continue
-        if (is_flag and equals) or is_dotted or (equals and not flag):
+        elif (is_flag and equals) or is_dotted or (equals and not flag):
             words[_plain(name)], flag = Unread(value) if "$" in value else value, ""
         elif is_flag:
             flag = _plain(token)

@@ -166,10 +166,8 @@ def _complete(conversion: Conversion) -> None:
     ranks = math.prod(int(conversion.value(f"train.parallel.{axis}", 1)) for axis in axes)
     if int(conversion.value("launch.num_consumers", 1)) < ranks:
         conversion.put("launch.num_consumers", ranks, "SAY HERE how many GPUs train")
-    if "engine.name" not in conversion.settings and any(
-        key.startswith("engine.options.") for key in conversion.settings
-    ):
-        conversion.put("engine.name", "vllm", "its settings are given")
+    if any(key.startswith("engine.options.") for key in conversion.settings):
+        conversion.settings.setdefault("engine.name", ("vllm", "its settings are given"))
 
 
 # ---- the text
@@ -181,10 +179,9 @@ def _text(system: str, path: Path, out: Path, conversion: Conversion) -> str:
     sections: dict[str, list[str]] = {}
     for key, (value, comment) in conversion.settings.items():
         section, _, name = key.rpartition(".")
-        line = f"{toml_key(name)} = {toml_value(value)}"
-        sections.setdefault(section, []).append(
-            f"{line}  # {_one_line(comment)}" if comment else line
-        )
+        said = f"  # {_one_line(comment)}" if comment else ""
+        line = f"{toml_key(name)} = {toml_value(value)}{said}"
+        sections.setdefault(section, []).append(line)
     lines = [
         f"# Made from {path.name} by `penstock convert {system}`. A comment names the word, or says what differs.",
         f"#   penstock check {out}",
@@ -197,11 +194,8 @@ def _text(system: str, path: Path, out: Path, conversion: Conversion) -> str:
     for section in sorted(sections, key=place):
         lines += ["", *([f"[{section}]"] if section else []), *sections[section]]
     if conversion.left:
-        lines += [
-            "",
-            "# Without a counterpart:",
-            *(f"#   {_one_line(line)}" for line in conversion.left),
-        ]
+        lines += ["", "# Without a counterpart:"]
+    lines += [f"#   {_one_line(line)}" for line in conversion.left]
     return "\n".join(lines) + "\n"
 
 

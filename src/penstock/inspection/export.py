@@ -77,11 +77,11 @@ def choose_checkpoint(folder: RunFolder, step: str | None = None) -> Checkpoint:
                 f"--step: got best, allowed: a run with a step that is evaluated by {measure or 'an [eval.tasks.NAME]'} "
                 f"({evaluated}) and kept ({kept})"
             )
-        better = (
-            f"; step {best} had {by_step[best]:.3f} and was not kept: set checkpoint.keep_best"
-            if by_step[best] > by_step[chosen]
-            else ""
-        )
+        better = ""
+        if by_step[best] > by_step[chosen]:
+            better = (
+                f"; step {best} had {by_step[best]:.3f} and was not kept: set checkpoint.keep_best"
+            )
         say(f"step {chosen} has the best {measure}, {by_step[chosen]:.3f}{better}", error=True)
     if chosen not in steps or chosen is None:
         there = ", ".join(map(str, sorted(steps))) or "none, the run wrote no checkpoint"
@@ -250,9 +250,8 @@ def _trust(folder: RunFolder, checkpoint: Checkpoint) -> str:
     try:
         audit = take_audit(folder)
     except PenstockError as error:
-        return "\n".join(
-            ["## Audit", "", *lines, f"- The journal could not be audited: {_cell(str(error))}."]
-        )
+        lines.append(f"- The journal could not be audited: {_cell(str(error))}.")
+        return "\n".join(["## Audit", "", *lines])
     for name, task in audit.tasks.items():
         dropped = sum(task.dropped.values())
         lines.append(

@@ -113,7 +113,7 @@ async def talk(
             elif question.startswith("/"):
                 write(f"{HELP}\n")
             elif question.strip():
-                is_first = not conversation.messages
+                record = None if conversation.messages else known.get(question.strip())
                 try:
                     async for piece in conversation.answer(question):
                         write(piece)
@@ -121,7 +121,7 @@ async def talk(
                     write(f"{error}\n")
                     continue
                 write("\n")
-                if is_first and (record := known.get(question.strip())):
+                if record is not None:
                     write(f"{await _reward(*record, conversation)}\n")
 
 

@@ -55,7 +55,6 @@ _OPTIONAL = ("vllm", "wandb", "ray")  # packages, and the extras that install th
 
 def check(config: Config) -> None:
     """Raise a UserError for the first thing in the config that cannot work here."""
-    engines = [engine.name for engine in config.engine_kinds()]
     check_engine(config)
     for place in range(len(config.launch.producer_kinds)):
         key = f"launch.producer_kinds[{place}].engine.name"
@@ -67,15 +66,13 @@ def check(config: Config) -> None:
         check_name(f"tasks.{name}.algorithm.name", used, algo.ALGORITHMS)
     for tracker in config.track.trackers:
         check_name("track.trackers", tracker, TRACKERS)
-    for name in (*engines, *config.track.trackers):
+    for name in (*(engine.name for engine in config.engine_kinds()), *config.track.trackers):
         _check_installed(name)
     check_algorithm(config)
-    for path, key in (
-        (config.model.tokenizer, "model.tokenizer"),
-        (config.train.reference, "train.reference"),
-    ):
-        if path:
-            check_model(path, key)
+    if config.model.tokenizer:
+        check_model(config.model.tokenizer, "model.tokenizer")
+    if config.train.reference:
+        check_model(config.train.reference, "train.reference")
     for name, teacher in config.teachers.items():
         if teacher.is_loaded:
             _check_vocabulary(config, name)
@@ -85,7 +82,7 @@ def check(config: Config) -> None:
     check_parallel(config)
     if config.train.steps is None and config.train.episodes is None:
         raise UserError("train.steps: got nothing, allowed: train.steps or train.episodes")
-    for name in config.tasks:
+    for name, task in config.tasks.items():
         produce = config.task_produce(name)
         load_strategy(produce.strategy)
         if produce.is_valid_sample:
@@ -97,7 +94,6 @@ def check(config: Config) -> None:
                     f"produce.should_continue: got {produce.should_continue!r}, which is async, "
                     "allowed: a function that answers at once"
                 )
-    for name, task in config.tasks.items():
         if task.rewards and not any(reward.weight for reward in task.rewards):
             raise UserError(
                 f"tasks.{name}.rewards: got weight 0 for every reward, allowed: at least one other weight (a reward "
@@ -197,16 +193,15 @@ def try_rewards(config: Config) -> None:
 
 async def _try_reward(where: str, judge: VerifiableReward, prompts: list[Prompt]) -> None:
     """Score a made-up response to each prompt until one is scored."""
-    fault = None
+    fault, size = None, 2 if judge.needs_group else 1
     for prompt in prompts:
         answer = prompt.gt_answer or "1"
         text = f"<think>{answer}</think><answer>{answer}</answer> \\boxed{{{answer}}}"
         rollout = answered(prompt.prompt_id, prompt, text, 0)
+        fault = None
         try:
             async with asyncio.timeout(_TRIAL_S):
-                size = 2 if judge.needs_group else 1
                 await judge.score_group([rollout] * size, [prompt] * size)
-            fault = None
             break
         except TimeoutError:
             break  # slow, but not wrong

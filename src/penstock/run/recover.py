@@ -88,34 +88,19 @@ async def recover(job: Job, *, accept_changes: bool = False) -> int:
     accepted = check_content(job.folder, job.config, record, job.facts, accept_changes)
     for text in accepted:
         job.tracker.note(f"accepted: {text}")
-    facts = {}
+    facts = dict(job.facts)
     if accepted:
         facts[f"accepted after step {job.journal.last_committed_step()}"] = "; ".join(accepted)
     if not record and cursors:
         job.tracker.note("the journal is older: settings, data and code are recorded from now on")
     if accepted or not record:
         facts |= {f"tasks.{task}.data since cursor": str(n) for task, n in cursors.items()}
-    facts = {**job.facts, **facts}
     await job.trainer.restored()
     last = job.journal.last_committed_step()
     await _agree_on_weights(job)
     await job.source.restore(job.journal)
     await job.folder.record_config(job.journal, job.config, facts, after_step=last)
     return last
-
-
-async def restore_trainer(job: Job, trainer: TrainerClient) -> None:
-    """Bring a fresh trainer to the last journalled step: newest checkpoint, then redo."""
-    await job.checkpoints.settle()
-    checkpoint = newest_checkpoint(job.checkpoints, job.journal, job.tracker.note)
-    first = 1 if checkpoint is None else checkpoint.step + 1
-    last = job.journal.last_committed_step()
-    if last:
-        job.tracker.note(redo_plan(job.journal, first, last))
-    if checkpoint is not None:
-        await trainer.load(str(checkpoint.path))
-    async for report in redo(trainer, job.journal, first, last, job.tracker.note):
-        job.status.doing(f"redoing step {report.step} of {last} from the journal")
 
 
 def redo_plan(journal: Journal, first: int, last: int) -> str:
@@ -133,8 +118,18 @@ def keep_trainer_alive(job: Job) -> None:
     """From now on, restart and restore a trainer that dies, and repeat the call that failed."""
 
     async def restore(trainer: TrainerClient) -> None:
-        activity = job.status.activity
-        await restore_trainer(job, trainer)
+        """Bring a fresh trainer to the last journalled step: newest checkpoint, then redo."""
+        activity, note = job.status.activity, job.tracker.note
+        await job.checkpoints.settle()
+        checkpoint = newest_checkpoint(job.checkpoints, job.journal, note)
+        first = 1 if checkpoint is None else checkpoint.step + 1
+        last = job.journal.last_committed_step()
+        if last:
+            note(redo_plan(job.journal, first, last))
+        if checkpoint is not None:
+            await trainer.load(str(checkpoint.path))
+        async for report in redo(trainer, job.journal, first, last, note):
+            job.status.doing(f"redoing step {report.step} of {last} from the journal")
         job.status.doing(activity)
 
     job.trainer.restart_with(restore)

@@ -161,10 +161,9 @@ class CheckpointStore:
 
     def oldest(self, first_step: int) -> Checkpoint | None:
         """The oldest valid checkpoint of `first_step` or later, or None."""
-        for path in reversed(self._paths()):
-            if _step_of(path) >= first_step:
-                with contextlib.suppress(RunError):
-                    return read_checkpoint(path)
+        for path in reversed(self.after(first_step - 1)):
+            with contextlib.suppress(RunError):
+                return read_checkpoint(path)
         return None
 
     def steps(self) -> list[int]:
@@ -242,10 +241,9 @@ class CheckpointStore:
         kept, others = paths[: self._settings.keep], paths[self._settings.keep :]
         also_kept = self._also_kept([_step_of(path) for path in paths]) if others else ()
         for path in others:
-            if _step_of(path) in also_kept:
-                continue
-            with contextlib.suppress(OSError):  # one checkpoint too many does no harm
-                self._withdraw(path)
+            if _step_of(path) not in also_kept:
+                with contextlib.suppress(OSError):  # one checkpoint too many does no harm
+                    self._withdraw(path)
         self.sweep()
         self._after_prune(_step_of(kept[-1]))
 

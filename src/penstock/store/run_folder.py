@@ -47,9 +47,8 @@ class RunFolder:
     """Paths inside one run folder."""
 
     path: Path
-    made: tuple[Path, ...] = field(
-        default=(), compare=False, repr=False
-    )  # folders above that its start made
+    # folders above that its start made
+    made: tuple[Path, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -98,21 +97,15 @@ class RunFolder:
         """
         record = self.record() if record is None else record
         if _IN_FORCE in record:
-            ends = {name: name.removeprefix(_EARLIER) for name in record if _EARLIER in name}
-            configs = {
-                name: self._outside(validate(json.loads(record[name])))
-                for name in (*ends, _IN_FORCE)
-            }
-            old = [Era(configs[name], int(end)) for name, end in ends.items()]
-            last = configs[_IN_FORCE]
+            names = {name: name.removeprefix(_EARLIER) for name in record if _EARLIER in name}
+            ends = {int(end): validate(json.loads(record[name])) for name, end in names.items()}
+            last = validate(json.loads(record[_IN_FORCE]))
         else:
             paths = self.path.glob(f"configs/{_UNTIL}*.toml")
-            old = [
-                Era(self._outside(_read(path)), int(path.stem.removeprefix(_UNTIL)))
-                for path in paths
-            ]
-            last = self._outside(_read(self.path / CONFIG))
-        return [*sorted(old, key=lambda era: era.last_step or 0), Era(last, None)]
+            ends = {int(path.stem.removeprefix(_UNTIL)): _read(path) for path in paths}
+            last = _read(self.path / CONFIG)
+        old = [Era(self._outside(config), end) for end, config in sorted(ends.items())]
+        return [*old, Era(self._outside(last), None)]
 
     async def record_config(
         self, journal: Journal, config: Config, facts: Mapping[str, str], *, after_step: int
@@ -191,11 +184,9 @@ class RunFolder:
             file.flush()
             try:
                 yield
-            finally:
-                with contextlib.suppress(
-                    OSError
-                ):  # a disk that became read-only: the run's own fault says so
-                    file.truncate(0)  # a lock that names a process and that nobody holds: a kill
+            finally:  # a lock that names a process and that nobody holds: a kill
+                with contextlib.suppress(OSError):  # read-only by now: the run's own fault says so
+                    file.truncate(0)
 
     def _take_lock(self, descriptor: int) -> bool:
         """Take the lock alone; return False if a run holds it. A look holds it for a moment, shared."""
@@ -269,9 +260,7 @@ class Origin:
     run: str  # folder of the run that generated them
     steps: int  # number of steps of that run whose groups are used
     digest: str  # digest of its weights after the last of these steps
-    rescored: int | None = (
-        None  # rollouts with a score in RESCORED; None: an older version made the fork
-    )
+    rescored: int | None = None  # rollouts with a score in RESCORED; None: made by an older version
 
 
 @dataclass(slots=True, frozen=True)

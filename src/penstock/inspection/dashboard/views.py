@@ -355,16 +355,15 @@ def _whole(text: str | None) -> int | None:
 
 def journal_state(folder: RunFolder) -> dict[str, Any]:
     """Where the groups are now, the newest events, and which weights each engine confirmed."""
+    of_events = ("at", "group_id", "kind", "status", "tries", "reason", "reward", "step")
+    of_weights = ("kind", "engine", "version", "at")
     with closing(Journal.look(folder.journal)) as journal, journal.snapshot():
         events = journal.query(
-            "SELECT at, group_id, kind, status, tries, reason, reward, step FROM events"
-            f" ORDER BY at DESC LIMIT {_NEWEST_EVENTS}"
+            f"SELECT {', '.join(of_events)} FROM events ORDER BY at DESC LIMIT {_NEWEST_EVENTS}"
         )
         weights = journal.query(
             "SELECT kind, engine, MAX(version), MAX(at) FROM weights GROUP BY kind, engine ORDER BY 1, 2"
         )
-        of_events = ("at", "group_id", "kind", "status", "tries", "reason", "reward", "step")
-        of_weights = ("kind", "engine", "version", "at")
         return {
             "counts": journal.counts(),
             "drops": journal.drops(),
