@@ -76,19 +76,15 @@ def _unknown_key(key: str, value: Any, valid: list[str], of_a_run: bool) -> str:
     return f"unknown key {key!r}, allowed: {words}{hint}"
 
 
-def valid_keys(tree: type[BaseModel]) -> Iterator[str]:
+def valid_keys(tree: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every dotted key of the tree; a named table shows as `tasks.NAME.field`."""
-    yield from _model_keys(tree, "")
-
-
-def _model_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
+    for name, field in tree.model_fields.items():
         yield f"{prefix}{name}"
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 outer = get_origin(field.annotation)
                 middle = "[0]." if outer is list else ".NAME." if outer is dict else "."
-                yield from _model_keys(kind, f"{prefix}{name}{middle}")
+                yield from valid_keys(kind, f"{prefix}{name}{middle}")
 
 
 # ---- keys that do not exist

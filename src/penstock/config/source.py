@@ -44,12 +44,13 @@ class LoadedConfig:
 
     def origin(self, key: str) -> str:
         """Where the value of a key came from."""
-        parts = key.split(".")
-        for length in range(len(parts), 0, -1):
-            if origin := self.origins.get(".".join(parts[:length])):
+        above = key
+        while above:
+            if origin := self.origins.get(above):
                 return origin
-        below = [origin for other, origin in self.origins.items() if other.startswith(f"{key}.")]
-        return below[0] if below else "default"
+            above = above.rpartition(".")[0]
+        below = (origin for other, origin in self.origins.items() if other.startswith(f"{key}."))
+        return next(below, "default")
 
     @property
     def notes(self) -> list[str]:
@@ -303,18 +304,16 @@ def _lines(
 
 def _allowed(field: FieldInfo) -> str:
     """The values that a field takes, if its type limits them."""
-    kinds = [field.annotation]
-    if get_origin(field.annotation) in (Union, types.UnionType):
-        kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)]
-    for kind in kinds:
+    is_union = get_origin(field.annotation) in (Union, types.UnionType)
+    for kind in get_args(field.annotation) if is_union else [field.annotation]:
         if get_origin(kind) is Literal:
             return " | ".join(str(value) for value in get_args(kind))
         if kind is bool:
             return "true | false"
-    words = {Ge: "at least {}", Gt: "above {}", Le: "at most {}", Lt: "below {}"}
-    bounds = []
-    for bound in field.metadata:
-        for kind, text in words.items():
-            if isinstance(bound, kind):
-                bounds.append(text.format(f"{getattr(bound, kind.__name__.lower()):g}"))
-    return ", ".join(bounds)
+    words = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
+    return ", ".join(
+        f"{text} {getattr(bound, kind.__name__.lower()):g}"
+        for bound in field.metadata
+        for kind, text in words.items()
+        if isinstance(bound, kind)
+    )

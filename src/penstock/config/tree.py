@@ -66,17 +66,11 @@ class Config(Section):
 
         The conversation of an agent grows with each turn, and a judge reads a rubric and responses.
         """
-        tasks = (*self.tasks.values(), *self.eval.tasks.values())
-        if any(task.agent != "single_turn" or task.is_judged_by_policy for task in tasks):
+        tasks = [(task, self.task_sampling(name)) for name, task in self.tasks.items()]
+        tasks += [(task, self.eval_sampling(name)) for name, task in self.eval.tasks.items()]
+        if any(task.agent != "single_turn" or task.is_judged_by_policy for task, _ in tasks):
             return 0
-        lengths = [
-            task.max_prompt_tokens + self.task_sampling(name).max_tokens
-            for name, task in self.tasks.items()
-        ]
-        lengths += [
-            task.max_prompt_tokens + self.eval_sampling(name).max_tokens
-            for name, task in self.eval.tasks.items()
-        ]
+        lengths = (task.max_prompt_tokens + sampling.max_tokens for task, sampling in tasks)
         return max(lengths, default=0)
 
     @property

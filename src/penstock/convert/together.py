@@ -153,9 +153,8 @@ def _verl(conversion: Conversion) -> None:
         conversion.put("train.mini_batches", prompts // int(mini), f"ppo_mini_batch_size = {mini}")
     in_reward = conversion.take("algorithm.use_kl_in_reward", False)
     beta = conversion.take("algorithm.kl_ctrl.kl_coef", 0.001)
-    kind = Rule("", "low_var_kl>k3 kl>k1 mse>k2 abs>k2").value(
-        conversion.take("algorithm.kl_penalty", "kl")
-    )
+    penalty = conversion.take("algorithm.kl_penalty", "kl")
+    kind = Rule("", "low_var_kl>k3 kl>k1 mse>k2 abs>k2").value(penalty)
     if bool(conversion.take(f"{actor}.use_kl_loss", False)):
         conversion.settings.setdefault("algorithm.kl_beta", (0.001, "verl's default"))
         conversion.put("algorithm.kl_in", "loss", "use_kl_loss")
@@ -301,10 +300,8 @@ def _colossalai_sizes(conversion: Conversion) -> None:
     each = int(conversion.take("train_batch_size", 32))
     update = each * ranks
     conversion.put("train.groups_per_step", update, f"{each} prompts of each of {ranks} ranks")
-    each, producers = (
-        int(conversion.take("inference_batch_size", 64)),
-        int(conversion.value("launch.num_producers")),
-    )
+    each = int(conversion.take("inference_batch_size", 64))
+    producers = int(conversion.value("launch.num_producers"))
     said = f"{each} prompts of each of {producers} producers"
     conversion.put("sync.every_steps", max(1, each * producers // update), said)
     if each * producers % update:
@@ -324,10 +321,8 @@ def _colossalai_rewards(conversion: Conversion) -> None:
 
 
 def _colossalai_sampling(conversion: Conversion) -> None:
-    engine, shards = (
-        conversion.value("engine.name", "transformers"),
-        "producer_tensor_parallel_size",
-    )
+    engine = conversion.value("engine.name", "transformers")
+    shards = "producer_tensor_parallel_size"
     limit = conversion.take("top_k")
     if limit is None and engine == "transformers":
         conversion.put("sampling.top_k", 50, "its default with the transformers backend")
@@ -374,10 +369,8 @@ def _xtuner(conversion: Conversion) -> None:
     _warm_up(conversion, conversion.take("LRConfig.warmup_ratio", 0.03))
     prefix = f"{loss}rollout_is.rollout_is_"
     bounds = conversion.take(f"{prefix}threshold")
-    level, mode = (
-        conversion.take(f"{prefix}level", "token"),
-        conversion.take(f"{prefix}mode", "truncate"),
-    )
+    level = conversion.take(f"{prefix}level", "token")
+    mode = conversion.take(f"{prefix}mode", "truncate")
     if level not in ("token", "sequence") or mode not in ("truncate", "mask"):
         conversion.left.append(f"{prefix}level = {level}, mode = {mode}: algorithm.correction.kind")
     elif isinstance(bounds, list):
@@ -450,16 +443,12 @@ def _bounds_of_tokens(conversion: Conversion) -> None:
     for bound in ("algorithm.clip_low", "algorithm.clip_high"):
         conversion.settings.setdefault(bound, (0.2, "its default"))
         if conversion.value("algorithm.name") == "sapo":
-            conversion.settings.pop(bound)
+            del conversion.settings[bound]
 
 
 def _warm_up(conversion: Conversion, share: Any) -> None:
-    if not share:
-        return
-    steps = conversion.value("train.steps", 0)
-    if steps:
-        conversion.put(
-            "train.warmup_steps", int(float(share) * int(steps)), f"{share} of the steps"
-        )
-    else:
+    steps = int(conversion.value("train.steps", 0))
+    if share and steps:
+        conversion.put("train.warmup_steps", int(float(share) * steps), f"{share} of the steps")
+    elif share:
         conversion.left.append(f"warm-up over {share} of the run: set train.warmup_steps")

@@ -426,29 +426,25 @@ def chain_faults(journal: Journal, *, recorded: bool = False) -> list[str]:
                 rollouts = journal.group(group_id).rollouts
                 versions |= {s.version for rollout in rollouts for s in rollout.segments}
     for version in sorted(versions):
+        named = f"weights {version}: trained rollouts name them"
         if version not in published:
-            faults.append(
-                f"weights {version}: trained rollouts name them, the trainer never published them"
-            )
+            faults.append(f"{named}, the trainer never published them")
         elif version not in confirmed:
-            faults.append(
-                f"weights {version}: trained rollouts name them, no engine confirmed them"
-            )
+            faults.append(f"{named}, no engine confirmed them")
     return faults
 
 
 def redone_versions(journal: Journal) -> list[str]:
     """A line per version whose step was redone where bits do not repeat, with all its digests."""
     published, redone = _seen(journal, "published"), _seen(journal, "redone")
-    digests_of = {
-        version: published.get(version, set()) | redone.get(version, set())
-        for version in published.keys() | redone.keys()
-    }
-    return [
-        f"weights {version}: redone after a crash, with other bits ({_words(digests)})"
-        for version, digests in sorted(digests_of.items())
-        if len(digests) > 1 or version in redone
-    ]
+    lines = []
+    for version in sorted(published.keys() | redone.keys()):
+        digests = published.get(version, set()) | redone.get(version, set())
+        if len(digests) > 1 or version in redone:
+            lines.append(
+                f"weights {version}: redone after a crash, with other bits ({_words(digests)})"
+            )
+    return lines
 
 
 def _seen(journal: Journal, kind: str) -> dict[int, set[str]]:

@@ -147,9 +147,8 @@ async def open_job(
         data, facts, total_steps, workers = await _load_and_launch(
             config, folder, base.events, closing, report
         )
-        doubts = data.chat.end_tokens.difference(
-            data.chat.tokenizer
-        )  # told when the tracker is there
+        # told when the tracker is there
+        doubts = data.chat.end_tokens.difference(data.chat.tokenizer)
         if config.model.lora.rank:
             doubts.append(await workers.trainer.adapters())
         asking = (*config.tasks.values(), *config.eval.tasks.values())
@@ -184,9 +183,8 @@ async def open_job(
             await control.start()
             closing.push_async_callback(control.close)
         filters = any(run_settings(config, task).filter_groups for task in config.tasks)
-        refuses = filters or config.produce.is_valid_sample
-        if config.train.episodes is not None and refuses:
-            job.notes.add(
+        if config.train.episodes is not None and (filters or config.produce.is_valid_sample):
+            doubts.append(
                 f"note: train.episodes {config.train.episodes:g} is {total_steps} steps of trained groups; "
                 "refused groups are drawn in addition, so the run passes over its prompts more often"
             )
@@ -451,9 +449,11 @@ async def _agent_loop(parts: _TaskParts, name: str, sampling: SamplingConfig) ->
         remote = await workers.start_agent(workers, name, sampling, is_chat)
         closing.push_async_callback(remote.close)
         return remote
-    waits, lane = workers.events.waits, f"rewards of {name}"
-    engine = cast(InferenceEngine, workers.engine)
+    engine, interrupted = cast(InferenceEngine, workers.engine), None
+    if task.agent != "single_turn":
+        interrupted = InterruptedCalls(calls=journal.calls(), tools=journal.tools())
     asks = partial(ask_policy, engine, parts.data.chat)
+    where = {"waits": workers.events.waits, "lane": f"rewards of {name}", "ask_policy": asks}
     return open_agent(
         parts.config,
         name,
@@ -461,15 +461,11 @@ async def _agent_loop(parts: _TaskParts, name: str, sampling: SamplingConfig) ->
         parts.data,
         closing,
         engine=engine,
-        reward=open_reward(
-            task, sampling, is_chat, closing, waits=waits, lane=lane, ask_policy=asks
-        ),
+        reward=open_reward(task, sampling, is_chat, closing, **where),
         recorder=journal,
         endpoint=parts.endpoint,
         note=parts.note,
-        interrupted=None
-        if task.agent == "single_turn"
-        else InterruptedCalls(calls=journal.calls(), tools=journal.tools()),
+        interrupted=interrupted,
     )
 
 

@@ -6,6 +6,7 @@ Reads files only.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -76,12 +77,9 @@ def read_recording(folder: RunFolder) -> Recording:
         tokens = journal.query(
             "SELECT step, sum(num_tokens) FROM groups WHERE state = 'trained' GROUP BY step"
         )
-    members: dict[str, list[tuple]] = defaultdict(list)
-    for group_id, *rest in rows:
-        members[group_id].append(tuple(rest))
     groups = {}
-    for group_id, responses in members.items():
-        (task, *_), (refused, *_), lengths, rewards = zip(*responses, strict=True)
+    for group_id, responses in itertools.groupby(rows, lambda row: row[0]):
+        _, (task, *_), (refused, *_), lengths, rewards = zip(*responses, strict=True)
         earned = tuple(float(reward or 0.0) for reward in rewards)
         groups[group_id] = SeenGroup(lengths, earned, bool(refused), task)
     return Recording(folder.config(), groups, read_events(folder), dict(tokens))
