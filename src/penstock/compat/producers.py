@@ -75,10 +75,21 @@ class BaseProducer:
         settings["track.trackers"] = ["wandb"] if arguments["project_name"] else []
         self.config = checked_config(settings)
         self._eval_folder = Path(arguments["eval_save_dir"])
-        # metrics.jsonl and W&B, samples, the timeline that `penstock timeline` draws
-        folder = Path(arguments["log_dir"] or self._eval_folder)
-        rollout_file = arguments["rollout_log_file"]
-        profile = arguments["enable_profiling"]
+        self._write_down(
+            Path(arguments["log_dir"] or self._eval_folder),
+            arguments["rollout_log_file"],
+            profile=arguments["enable_profiling"],
+        )
+        self._groups_joined: dict[str, Any] = {}
+        self.policy_version = 0
+        self._groups = self._prompts_done = self._microbatches_done = 0
+        self._rolled: list[Group] = []  # made by `rollout` since the last microbatch
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="producer", daemon=True).start()
+        self._wait(self._open())
+
+    def _write_down(self, folder: Path, rollout_file: str | None, *, profile: bool) -> None:
+        """Open what was asked for: metrics.jsonl and W&B, samples, the timeline that `penstock timeline` draws."""
         config, self._waits = self.config, Waits()
         self._rollouts = RolloutLog(
             Path(rollout_file or os.devnull),
@@ -94,23 +105,15 @@ class BaseProducer:
             (folder / CONFIG).write_text(to_toml(config))  # marks the folder as that of a run
             self._timeline = TimelineLog(folder / "timeline", self._waits)
         if config.track.trackers:
-            self._tracker = Fanout.from_info(
-                RunInfo(
-                    config=config,
-                    folder=folder,
-                    name=config.run.name or folder.name,
-                    total_steps=0,
-                    first_step=0,
-                    live=lambda: "",
-                )
+            info = RunInfo(
+                config=config,
+                folder=folder,
+                name=config.run.name or folder.name,
+                total_steps=0,
+                first_step=0,
+                live=lambda: "",
             )
-        self._groups_joined: dict[str, Any] = {}
-        self.policy_version = 0
-        self._groups = self._prompts_done = self._microbatches_done = 0
-        self._rolled: list[Group] = []  # made by `rollout` since the last microbatch
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="producer", daemon=True).start()
-        self._wait(self._open())
+            self._tracker = Fanout.from_info(info)
 
     @classmethod
     def options(cls, **ray_options: Any) -> Any:
@@ -230,13 +233,7 @@ class BaseProducer:
             tensors = self.rollout(**prompt_tensors(prompts, self._chat.pad_id))
             with self._busy(WaitKind.SEND):
                 self.deliver(tensors)
-            figures = {f"rollout/{n}": float(tensors[n].mean()) for n in _METRICS if n in tensors}
-            if "action_mask" in tensors:
-                lengths = tensors["action_mask"].float().sum(dim=-1)
-                figures["rollout/response_length"] = float(lengths.mean())
-            self._rollouts.write(Batch(step=self._microbatches_done, groups=tuple(self._rolled)))
-            self._microbatches_done += 1
-            self._tracker.log_step(self._microbatches_done, figures)
+            self._log_microbatch(tensors)
             self._prompts_done += len(prompts)
             if self._prompts_done % self.batch_size == 0:
                 batches += 1
@@ -267,6 +264,16 @@ class BaseProducer:
     def _busy(self, what: WaitKind) -> AbstractContextManager[Any]:
         """Record what this producer does now, for its timeline."""
         return self._waits.wait(f"producer-{self.producer_idx}", what)
+
+    def _log_microbatch(self, tensors: Tensors) -> None:
+        """Log the metrics of one microbatch, and every so many its samples."""
+        figures = {f"rollout/{n}": float(tensors[n].mean()) for n in _METRICS if n in tensors}
+        if "action_mask" in tensors:
+            lengths = tensors["action_mask"].float().sum(dim=-1)
+            figures["rollout/response_length"] = float(lengths.mean())
+        self._rollouts.write(Batch(step=self._microbatches_done, groups=tuple(self._rolled)))
+        self._microbatches_done += 1
+        self._tracker.log_step(self._microbatches_done, figures)
 
     def _evaluate_if_due(self, batches: int) -> None:
         if self.producer_idx == 0 and self.eval_interval > 0 and batches % self.eval_interval == 0:
@@ -470,7 +477,8 @@ def _store(host: str, port: int, *, first: bool, timeout_s: float) -> Any:
 
     if not first:
         return connect_store(host, port, timeout_s)
-    if (host, port) not in _OPENED:
+    store = _OPENED.get((host, port))
+    if store is None:
         try:
             store = _OPENED[host, port] = open_store(host, timeout_s, port)
         except OSError as error:
@@ -478,8 +486,7 @@ def _store(host: str, port: int, *, first: bool, timeout_s: float) -> Any:
                 f"collective group: rank 0 got tcp://{host}:{port} ({error.strerror}), "
                 "allowed: an address of its machine and a free port"
             ) from None
-        return store
-    return _OPENED[host, port]
+    return store
 
 
 def send_state_dict(group: WeightGroup, state_dict: Mapping[str, Any]) -> None:

@@ -99,9 +99,7 @@ def simulate(
     steps = steps or config.train.steps
     if not steps:
         raise UserError("train.steps: got nothing, allowed: train.steps or --steps in a simulation")
-    for (
-        name
-    ) in config.tasks:  # a look executes nothing, and no other strategy can stand for a user's
+    for name in config.tasks:  # a look executes no code, and no strategy can stand for a user's
         strategy = config.task_produce(name).strategy
         if strategy not in ("async", "sync"):
             raise UserError(
@@ -196,7 +194,10 @@ class _Twin:
         self._journal = ModelledJournal(profile, self._measure)
         self._source: Producer
         self._started_at = loop_time()
-        self.engines = self._engines()
+        self.engines = [
+            ModelledEngine(profile.decode_of(config, number), self._length, sync_s=profile.sync_s)
+            for number in range(config.launch.num_producers)
+        ]
         self.measured: dict[int, dict[Any, float]] = {}  # what had happened by then, by step
         self.left_over = 0  # groups that were generated and not needed
 
@@ -249,18 +250,11 @@ class _Twin:
             **{("drop", reason): count for reason, count in drops.items()},
         }
 
-    def _engines(self) -> list[ModelledEngine]:
+    def _length(self, request_id: str) -> int:
+        """The tokens of a response; those of an evaluation are as in training."""
+        task, cursor, number = place_of(request_id)
         any_task = next(iter(self._recorded.values()))
-
-        def length(request_id: str) -> int:
-            task, cursor, number = place_of(request_id)  # of an evaluation: as in training
-            return self._recorded.get(task, any_task).group(cursor).lengths[number]
-
-        profile, config = self._profile, self._config
-        return [
-            ModelledEngine(profile.decode_of(config, number), length, sync_s=profile.sync_s)
-            for number in range(config.launch.num_producers)
-        ]
+        return self._recorded.get(task, any_task).group(cursor).lengths[number]
 
     async def _launch(self, events: SupervisionCallbacks, steps: int) -> Workers:
         """Start the modelled parts, as a launcher starts real ones."""
