@@ -248,17 +248,16 @@ def _doubtful_steps(journal: Journal) -> Iterator[str]:
         )
 
 
-def _bias(name: str, task: TaskAudit) -> list[str]:
+def _bias(name: str, task: TaskAudit) -> Iterator[str]:
     if task.trained < _ENOUGH or not task.length_drawn or task.length_trained is None:
-        return []
+        return
     ratio = task.length_trained / task.length_drawn
-    if abs(ratio - 1) <= _BIAS_LIMIT:
-        return []
-    return [
-        f"task {name}: trained responses are {abs(ratio - 1):.0%} "
-        f"{'shorter' if ratio < 1 else 'longer'} than drawn ones "
-        f"({task.length_trained:.1f} against {task.length_drawn:.1f} tokens per group)"
-    ]
+    if abs(ratio - 1) > _BIAS_LIMIT:
+        yield (
+            f"task {name}: trained responses are {abs(ratio - 1):.0%} "
+            f"{'shorter' if ratio < 1 else 'longer'} than drawn ones "
+            f"({task.length_trained:.1f} against {task.length_drawn:.1f} tokens per group)"
+        )
 
 
 def _print(result: Audit, console: Console) -> None:

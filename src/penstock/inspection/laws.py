@@ -158,38 +158,30 @@ def _prompt_faults(journal: Journal, seed: int, chosen: frozenset[str]) -> Itera
     facts = journal.read_identity()
     for (task,) in journal.query("SELECT DISTINCT task FROM groups"):
         size = json.loads(facts.get(f"tasks.{task}.data", "{}")).get("prompts")
-        if size and task not in chosen:
-            since = int(facts.get(f"tasks.{task}.data since cursor", "0"))
-            yield from _task_prompt_faults(journal, task, seed, size, since)
-
-
-def _task_prompt_faults(
-    journal: Journal, task: str, seed: int, size: int, since: int
-) -> Iterator[str]:
-    rows = journal.query(
-        "SELECT cursor, prompt_id FROM groups WHERE task = ? AND cursor >= ? ORDER BY cursor",
-        (task, since),
-    )
-    order, epoch = np.zeros(0, dtype=np.int64), -1
-    by_place: dict[int, tuple[int, str]] = {}  # place in the data -> a cursor and its prompt
-    by_prompt: dict[str, tuple[int, int]] = {}  # prompt -> a cursor and its place in the data
-    faults = 0
-    for cursor, prompt_id in rows:
-        if cursor // size != epoch:
-            epoch = cursor // size
-            order = epoch_order(seed, task, epoch, size)
-        place = int(order[cursor % size])
-        first, prompt = by_place.setdefault(place, (cursor, prompt_id))
-        other, place_before = by_prompt.setdefault(prompt_id, (cursor, place))
-        if prompt != prompt_id:
-            yield f"task {task}: cursors {first} and {cursor} draw one prompt, got {prompt} and {prompt_id}"
-        elif place_before != place:
-            yield f"task {task}: cursors {other} and {cursor} draw different prompts, both got {prompt_id}"
-        else:
+        if not size or task in chosen:
             continue
-        faults += 1
-        if faults == _MOST:
-            return
+        rows = journal.query(
+            "SELECT cursor, prompt_id FROM groups WHERE task = ? AND cursor >= ? ORDER BY cursor",
+            (task, int(facts.get(f"tasks.{task}.data since cursor", "0"))),
+        )
+        order, epoch = np.zeros(0, dtype=np.int64), -1
+        by_place: dict[int, tuple[int, str]] = {}  # place in the data -> a cursor and its prompt
+        by_prompt: dict[str, tuple[int, int]] = {}  # prompt -> a cursor and its place in the data
+        faults = list[str]()
+        for cursor, prompt_id in rows:
+            if cursor // size != epoch:
+                epoch = cursor // size
+                order = epoch_order(seed, task, epoch, size)
+            place = int(order[cursor % size])
+            first, prompt = by_place.setdefault(place, (cursor, prompt_id))
+            other, place_before = by_prompt.setdefault(prompt_id, (cursor, place))
+            if prompt != prompt_id:
+                pair = f"cursors {first} and {cursor} draw one prompt, got {prompt} and {prompt_id}"
+                faults.append(f"task {task}: {pair}")
+            elif place_before != place:
+                pair = f"cursors {other} and {cursor} draw different prompts, both got {prompt_id}"
+                faults.append(f"task {task}: {pair}")
+        yield from faults[:_MOST]
 
 
 # -- ages --------------------------------------------------------------------------------------

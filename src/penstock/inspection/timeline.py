@@ -90,16 +90,18 @@ def lanes(events: list[Event]) -> list[Lane]:
     for event in events:
         if event.what != SESSION:
             by_lane[event.lane].append(event)
-    by_name = [
-        Lane(
-            name,
-            _merge(call for call in calls if call.what not in _WAITING),
-            _merge(call for call in calls if call.what in _WAITING),
-            total,
-        )
-        for name, calls in by_lane.items()
-    ]
-    return sorted(by_name, key=lambda lane: (_rank(lane.name), lane.name))
+    by_name = []
+    for name, calls in by_lane.items():
+        busy = _merge(call for call in calls if call.what not in _WAITING)
+        waiting = _merge(call for call in calls if call.what in _WAITING)
+        by_name.append(Lane(name, busy, waiting, total))
+    order = ("trainer", "engine", "rewards", "eval", "checkpoint", "journal", "loop", "produce")
+
+    def place(lane: Lane) -> tuple[int, str]:
+        known = (n for n, start in enumerate(order) if lane.name.startswith(start))
+        return next(known, len(order)), lane.name
+
+    return sorted(by_name, key=place)
 
 
 def by_session(events: list[Event]) -> list[list[Event]]:
@@ -146,11 +148,6 @@ def worked_s(folder: RunFolder) -> float | None:
 def covered(events: Iterable[Event]) -> float:
     """The seconds in which at least one event is open."""
     return sum(end - start for start, end in _merge(events))
-
-
-def _rank(name: str) -> int:
-    order = ("trainer", "engine", "rewards", "eval", "checkpoint", "journal", "loop", "produce")
-    return next((n for n, start in enumerate(order) if name.startswith(start)), len(order))
 
 
 def _merge(events: Iterable[Event]) -> list[Interval]:

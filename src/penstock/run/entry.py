@@ -8,7 +8,7 @@ folder. Import nothing heavy here: it would delay the start of the processes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,12 +109,10 @@ def _saved_step(folder: RunFolder) -> int:
     from penstock.store.checkpoint import CheckpointStore
     from penstock.store.journal import Journal
 
-    model = CheckpointStore(folder.checkpoints).newest_model()
-    try:
+    model, step = CheckpointStore(folder.checkpoints).newest_model(), 0
+    with suppress(PenstockError):  # a resume tells what is wrong and what to do
         with closing(Journal.look(folder.journal)) as journal:
             step = journal.last_committed_step()
-    except PenstockError:
-        return 0  # a resume tells what is wrong and what to do
     return step if model is not None and model.parent.name == f"step-{step}" else 0
 
 

@@ -10,6 +10,7 @@ A run that a rule has ended is whole: its model is saved, and a resume with othe
 from __future__ import annotations
 
 import difflib
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
@@ -48,8 +49,22 @@ class StopRules:
         if metrics and not self._has_seen_metrics:
             self._has_seen_metrics = True
             self._tell_unknown({*metrics, *scores})
-        names = {finding.name for finding in findings}
-        return next((rule for rule in self._rules if _holds(rule, scores, metrics, names)), "")
+        for text in self._rules:
+            rule = _parse(text)
+            name = rule["stalled"] or rule["reached"] or ""
+            history = list(scores.get(name, {}).values())
+            if rule["finding"]:
+                holds = any(finding.name == rule["finding"] for finding in findings)
+            elif rule["stalled"]:
+                newer = len(history) - 1 - history.index(max(history)) if history else 0
+                holds = newer >= int(rule["times"])
+            else:
+                value, limit = history[-1] if history else metrics.get(name), float(rule["limit"])
+                reaches = operator.ge if rule["bound"] == ">=" else operator.le
+                holds = value is not None and reaches(value, limit)
+            if holds:
+                return text
+        return ""
 
     def _tell_unknown(self, known: Set[str]) -> None:
         """Say which rules wait for a metric that the first step does not have: it may be misspelt."""
@@ -75,24 +90,6 @@ def scores_used(config: Config) -> set[str]:
     rules = map(_parse, config.train.stop_when)
     names = {rule["stalled"] or rule["reached"] for rule in rules if not rule["finding"]}
     return {config.checkpoint.keep_best, *names}
-
-
-def _holds(
-    text: str,
-    scores: Mapping[str, Mapping[int, float]],
-    metrics: Mapping[str, float],
-    findings: Set[str],
-) -> bool:
-    rule = _parse(text)
-    if rule["finding"]:
-        return rule["finding"] in findings
-    name = rule["stalled"] or rule["reached"]
-    history = list(scores.get(name, {}).values())
-    if rule["stalled"]:
-        newer = len(history) - 1 - history.index(max(history)) if history else 0
-        return newer >= int(rule["times"])
-    value, limit = history[-1] if history else metrics.get(name), float(rule["limit"])
-    return value is not None and (value >= limit if rule["bound"] == ">=" else value <= limit)
 
 
 def check_scores(config: Config) -> None:

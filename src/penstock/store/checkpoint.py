@@ -208,15 +208,7 @@ class CheckpointStore:
         return draft
 
     def _seal(self, draft: Path, step: int, digest: str) -> Checkpoint:
-        paths = sorted(draft.rglob("*"))
-        for path in reversed(paths):  # files before the folder that names them
-            sync(path)
-        files = {str(p.relative_to(draft)): _file_digest(p) for p in paths if p.is_file()}
-        manifest = {"step": step, "digest": digest, "files": files}
-        sealed = {**manifest, "seal": _seal_of(manifest)}
-        (draft / MANIFEST).write_text(json.dumps(sealed, indent=1))
-        sync(draft / MANIFEST)
-        sync(draft)
+        _write_manifest(draft, step, digest)
         self._before_rename()
         final = self._folder / f"step-{step}"
         if final.exists():  # damaged, or of a step that the journal has lost
@@ -297,6 +289,18 @@ def _read_manifest(path: Path) -> tuple[Checkpoint, dict[str, str]]:
         return Checkpoint(path, manifest["step"], manifest["digest"]), dict(manifest["files"])
     except (OSError, KeyError, TypeError, ValueError):
         raise RunError(f"checkpoint {path}: its {MANIFEST} is missing or damaged") from None
+
+
+def _write_manifest(folder: Path, step: int, digest: str) -> None:
+    paths = sorted(folder.rglob("*"))
+    for path in reversed(paths):  # files before the folder that names them
+        sync(path)
+    files = {str(p.relative_to(folder)): _file_digest(p) for p in paths if p.is_file()}
+    manifest = {"step": step, "digest": digest, "files": files}
+    sealed = {**manifest, "seal": _seal_of(manifest)}
+    (folder / MANIFEST).write_text(json.dumps(sealed, indent=1))
+    sync(folder / MANIFEST)
+    sync(folder)
 
 
 def _seal_of(manifest: dict[str, object]) -> str:
