@@ -39,6 +39,10 @@ class Sample:
     logprobs: tuple[float, ...]
     finish_reason: str
 
+    @property
+    def mean_logprob(self) -> float:
+        return sum(self.logprobs) / len(self.logprobs) if self.logprobs else 0.0
+
 
 def generate_samples(
     config: Config, prompts: list[str], *, num_generations: int = 1, raw: bool = False
@@ -85,10 +89,9 @@ def describe(samples: Iterable[Sample]) -> Iterable[str]:
     """Yield lines for a terminal: the text, then each token with its log-prob."""
     for sample in samples:
         yield f"prompt: {sample.prompt}"
-        mean = sum(sample.logprobs) / max(1, len(sample.logprobs))
         yield (
             f"  {sample.text!r}  [{sample.finish_reason}, {len(sample.tokens)} tokens, "
-            f"mean log-prob {mean:.3f}]"
+            f"mean log-prob {sample.mean_logprob:.3f}]"
         )
         pairs = zip(sample.tokens, sample.logprobs, strict=True)
         yield "  " + " ".join(f"{token!r}:{logprob:.2f}" for token, logprob in pairs)
