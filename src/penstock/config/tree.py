@@ -25,6 +25,7 @@ from penstock.config.sections import (
     Section,
     SyncConfig,
     TaskConfig,
+    TaskDataConfig,
     TeacherConfig,
     TrackConfig,
     TrainConfig,
@@ -66,7 +67,9 @@ class Config(Section):
 
         The conversation of an agent grows with each turn, and a judge reads a rubric and responses.
         """
-        tasks = [(task, self.task_sampling(name)) for name, task in self.tasks.items()]
+        tasks: list[tuple[TaskDataConfig, SamplingConfig]] = [
+            (task, self.task_sampling(name)) for name, task in self.tasks.items()
+        ]
         tasks += [(task, self.eval_sampling(name)) for name, task in self.eval.tasks.items()]
         if any(task.agent != "single_turn" or task.is_judged_by_policy for task, _ in tasks):
             return 0

@@ -265,7 +265,8 @@ def outside_a_loop(work: Callable[[], T], *, saves: bool = False) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return work()
-    StopSignals.forget()
+    if saves:
+        StopSignals.forget()
     if not saves or threading.current_thread() is not threading.main_thread():
         return in_thread(work, "penstock").result()
     before = signal.signal(signal.SIGINT, lambda number, frame: StopSignals.interrupt())

@@ -64,15 +64,20 @@ _VARINT, _DOUBLE, _LENGTH, _FLOAT = 0, 1, 2, 5  # how a field is written
 _SCALARS = {"int": _VARINT, "bool": _VARINT, "double": _DOUBLE}
 
 
-# message -> number -> (name, kind, shape); a map is a message of key and value
-_FIELDS: dict[str, dict[int, tuple[str, str, str]]] = {message: {} for message in _TABLE}
-for _message, _rows in _TABLE.items():
-    for _number, _row in _rows.items():
-        _name, _kind = _row.split(" ")
-        _shape = "*" if _kind.endswith("*") else "{}" if _kind.endswith("{}") else ""
-        if _shape == "{}":
-            _FIELDS[_kind] = {1: ("key", "str", ""), 2: ("value", _kind.removesuffix("{}"), "")}
-        _FIELDS[_message][_number] = (_name, _kind.removesuffix("*"), _shape)
+def _fields() -> dict[str, dict[int, tuple[str, str, str]]]:
+    """Message -> number -> (name, kind, shape), from the table; a map is a message of key and value."""
+    fields: dict[str, dict[int, tuple[str, str, str]]] = {message: {} for message in _TABLE}
+    for message, rows in _TABLE.items():
+        for number, row in rows.items():
+            name, kind = row.split(" ")
+            shape = "*" if kind.endswith("*") else "{}" if kind.endswith("{}") else ""
+            if shape == "{}":
+                fields[kind] = {1: ("key", "str", ""), 2: ("value", kind.removesuffix("{}"), "")}
+            fields[message][number] = (name, kind.removesuffix("*"), shape)
+    return fields
+
+
+_FIELDS = _fields()
 
 
 def decode(message: str, data: bytes | memoryview) -> Message:
