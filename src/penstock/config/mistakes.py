@@ -55,7 +55,14 @@ def explain(
             if fnmatchcase(name, row["key"]):
                 return f"{key}: this key was removed; {row['advice']}"
         if not place:
-            return _unknown_key(key, first["input"], list(valid_keys(tree)), of_a_run)
+            value, valid = first["input"], list(valid_keys(tree))
+            while isinstance(value, dict) and len(value) == 1:  # an unknown table with one key
+                ((name, value),) = value.items()
+                key = f"{key}.{name}"
+            near = nearest_key(key, valid, with_foreign=of_a_run)
+            hint = f"; did you mean {near}?" if near else ""
+            words = "a key that `penstock config` lists" if of_a_run else ", ".join(valid)
+            return f"unknown key {key!r}, allowed: {words}{hint}"
         words = f"the keys {', '.join(tree.model_fields)}"
     elif first["type"] == "value_error":
         message = first["msg"].removeprefix("Value error, ")
@@ -64,16 +71,6 @@ def explain(
             return f"{whole}: got {message[below.end() :]}"
         return f"{key}: {message}" if key else message
     return f"{key}: got {first['input']!r}, allowed: {words}"
-
-
-def _unknown_key(key: str, value: Any, valid: list[str], of_a_run: bool) -> str:
-    while isinstance(value, dict) and len(value) == 1:  # a table that is not known, with one key
-        ((name, value),) = value.items()
-        key = f"{key}.{name}"
-    near = nearest_key(key, valid, with_foreign=of_a_run)
-    hint = f"; did you mean {near}?" if near else ""
-    words = "a key that `penstock config` lists" if of_a_run else ", ".join(valid)
-    return f"unknown key {key!r}, allowed: {words}{hint}"
 
 
 def valid_keys(tree: type[BaseModel], prefix: str = "") -> Iterator[str]:

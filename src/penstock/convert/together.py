@@ -282,19 +282,7 @@ def _colossalai(conversion: Conversion) -> None:
         if algorithm == "DAPO":
             conversion.put("algorithm.filter_range", [0.01, 0.7], "rl_example_zero_bubble.py")
     conversion.words.setdefault("eval_interval", 100 if zero_bubble else -1)
-    _colossalai_sizes(conversion)
-    _colossalai_rewards(conversion)
-    _colossalai_sampling(conversion)
-    checkpoint = conversion.take("checkpoint_path")
-    if checkpoint:
-        model = conversion.value("model.path", None)
-        if model and "model.tokenizer" not in conversion.settings:
-            conversion.put("model.tokenizer", model, "the tokenizer of model")
-        conversion.put("model.path", str(checkpoint), "checkpoint_path; the optimizer starts anew")
-
-
-def _colossalai_sizes(conversion: Conversion) -> None:
-    """Translate prompts of one rank and of one producer into those of an update and of a sync period."""
+    # prompts of one rank and of one producer become those of an update and of a sync period
     copies = [int(conversion.value(f"train.parallel.{axis}", 1)) for axis in ("tensor", "pipeline")]
     ranks = max(1, int(conversion.value("launch.num_consumers")) // math.prod(copies))
     each = int(conversion.take("train_batch_size", 32))
@@ -306,9 +294,6 @@ def _colossalai_sizes(conversion: Conversion) -> None:
     conversion.put("sync.every_steps", max(1, each * producers // update), said)
     if each * producers % update:
         conversion.left.append(f"inference_batch_size: {said}, {update} an update: no whole number")
-
-
-def _colossalai_rewards(conversion: Conversion) -> None:
     servers = str(conversion.take("code_verifier_api_url", "")).replace(",", " ").split()
     name = str(conversion.take("reward_type", "code" if servers else "think_answer_tags"))
     said = "reward_type; a right answer is 1 here, 10 there"
@@ -318,6 +303,13 @@ def _colossalai_rewards(conversion: Conversion) -> None:
         conversion.put(f"{TASK}.system_prompt", prompt, f"its default for {name}, in our words")
     if stop:
         conversion.put("sampling.stop", stop, f"its default for {name}")
+    _colossalai_sampling(conversion)
+    checkpoint = conversion.take("checkpoint_path")
+    if checkpoint:
+        model = conversion.value("model.path", None)
+        if model and "model.tokenizer" not in conversion.settings:
+            conversion.put("model.tokenizer", model, "the tokenizer of model")
+        conversion.put("model.path", str(checkpoint), "checkpoint_path; the optimizer starts anew")
 
 
 def _colossalai_sampling(conversion: Conversion) -> None:

@@ -48,7 +48,16 @@ def read_words(path: Path, system: str) -> dict[str, Any]:
     if path.suffix == ".py":
         words = _of_python(text, path, system)
     elif path.suffix in (".yaml", ".yml", ".json"):
-        words = _of_tree(text, path)
+        import yaml  # type: ignore[import-untyped, unused-ignore]
+
+        try:
+            tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        except (ValueError, yaml.YAMLError) as error:
+            line = " ".join(str(error).split())
+            raise UserError(f"convert: {path} is no {path.suffix[1:]} file: {line}") from None
+        if not isinstance(tree, dict):
+            raise UserError(f"convert: got {path} without names, allowed: a table of settings")
+        words = {_plain(word): value for word, value in flat(tree).items()}
     else:
         words = _of_command(text)
     if not words:
@@ -58,19 +67,6 @@ def read_words(path: Path, system: str) -> dict[str, Any]:
         )
     home = {"HOME": str(Path.home())}
     return {word: _filled(v, home) if type(v) is str else v for word, v in words.items()}
-
-
-def _of_tree(text: str, path: Path) -> dict[str, Any]:
-    import yaml  # type: ignore[import-untyped, unused-ignore]
-
-    try:
-        tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
-        line = " ".join(str(error).split())
-        raise UserError(f"convert: {path} is no {path.suffix[1:]} file: {line}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"convert: got {path} without names, allowed: a table of settings")
-    return {_plain(word): value for word, value in flat(tree).items()}
 
 
 def _of_command(text: str) -> dict[str, Any]:

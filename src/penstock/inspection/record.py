@@ -101,7 +101,19 @@ def read_run(folder: RunFolder) -> RunRecord:
         values = [as_number(by_step[step].get(name)) for step in record.steps]
         if any(value is not None for value in values):
             record.curves[name] = values
-    record.accounts = _accounts([by_step[step] for step in record.steps])
+    values: dict[str, dict[str, list[float]]] = {}
+    for step in record.steps:
+        for task, figures in task_figures(by_step[step]).items():
+            for name, value in figures.items():
+                if (number := as_number(value)) is not None:
+                    values.setdefault(task, {}).setdefault(name, []).append(number)
+    record.accounts = {
+        task: {
+            name: (fmean if name.startswith("part/") else _OVER_STEPS.get(name, sum))(numbers)
+            for name, numbers in by_name.items()
+        }
+        for task, by_name in values.items()
+    }
     if _at(config, "eval", "tasks") != {} or (folder.evaluations / "summary.jsonl").exists():
         _read_evaluations(folder, record)
     _read_journal(folder, record)
@@ -138,23 +150,6 @@ def _at(tree: Any, *keys: str) -> Any:
     for key in keys:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
-
-
-def _accounts(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """What each task produced over the run: counts summed, times and means by `_OVER_STEPS`."""
-    values: dict[str, dict[str, list[float]]] = {}
-    for row in rows:
-        for task, figures in task_figures(row).items():
-            for name, value in figures.items():
-                if (number := as_number(value)) is not None:
-                    values.setdefault(task, {}).setdefault(name, []).append(number)
-    return {
-        task: {
-            name: (fmean if name.startswith("part/") else _OVER_STEPS.get(name, sum))(numbers)
-            for name, numbers in by_name.items()
-        }
-        for task, by_name in values.items()
-    }
 
 
 def _read_evaluations(folder: RunFolder, record: RunRecord) -> None:

@@ -34,11 +34,16 @@ def read_service(folder: RunFolder) -> dict[str, Any]:
         ((created,),) = log.query(f"SELECT COUNT(*) FROM commands WHERE {CREATED}")
         models = list(_models(log))
         newest = f"SELECT {_COMMAND} FROM commands ORDER BY number DESC LIMIT {_NEWEST}"
+        queues: dict[str, dict[str, Any]] = {}
+        for *row, count, _ in log.query(_WAITING):
+            command = _command(*row)
+            queue = {"owner": command["owner"], "waiting": count, "first": []}
+            queues.setdefault(_text(row[2]), queue)["first"].append(command)
         return {
             "settings": {"model": model_of(log), "folder": str(folder.path)},
             "models": models,
             "older_models": created - len(models),
-            "queues": _queues(log),
+            "queues": list(queues.values()),
             "commands": [_command(*row) for row in log.query(newest)],
         }
 
@@ -79,15 +84,6 @@ def _record(log: CommandLog, name: str) -> RunRecord:
     for place, curve in enumerate(_CURVES, start=1):
         record.curves[curve] = [as_number(row[place]) for row in rows]
     return record
-
-
-def _queues(log: CommandLog) -> list[dict[str, Any]]:
-    queues: dict[str, dict[str, Any]] = {}
-    for *row, count, _ in log.query(_WAITING):
-        command = _command(*row)
-        queue = {"owner": command["owner"], "waiting": count, "first": []}
-        queues.setdefault(_text(row[2]), queue)["first"].append(command)
-    return list(queues.values())
 
 
 def _command(

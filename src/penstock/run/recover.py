@@ -258,18 +258,16 @@ async def catch_up(
         if any(change.in_update for change in changes):
             last = committed
         if last:
-            await _checkpoint_at(folder, journal, min(last, committed), note)
-
-
-async def _checkpoint_at(folder: RunFolder, journal: Journal, last: int, note: Note) -> None:
-    """Write a checkpoint of step `last`; redo every step under the config it was first done with."""
-    store = CheckpointStore(folder.checkpoints, folder.config().checkpoint)
-    checkpoint = newest_checkpoint(store, journal, note)
-    first = 1 if checkpoint is None else checkpoint.step + 1
-    if first <= last:
-        note(redo_plan(journal, first, last))
-    async for report in recompute(folder, journal, checkpoint, last, note=note, at_end=store.save):
-        note(f"redoing step {report.step} of {last} with the settings it had")
+            last = min(last, committed)
+            store = CheckpointStore(folder.checkpoints, folder.config().checkpoint)
+            checkpoint = newest_checkpoint(store, journal, note)
+            first = 1 if checkpoint is None else checkpoint.step + 1
+            if first <= last:
+                note(redo_plan(journal, first, last))
+            async for report in recompute(
+                folder, journal, checkpoint, last, note=note, at_end=store.save
+            ):
+                note(f"redoing step {report.step} of {last} with the settings it had")
 
 
 async def recompute(
