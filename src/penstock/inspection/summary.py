@@ -104,13 +104,13 @@ def _lines(
         bounds = (0.0, 1.0) if measure == "accuracy" else (None, None)
         plot = sparkline(console, [row[measure] for row in rows], *bounds)
         lines.append((f"{task} {measure}", _change(figures.held_out[task], plot)))
-    reward = figures.reward
-    plot = sparkline(console, record.curves.get("reward/mean", []))
     if figures.loss is not None:
-        plot = sparkline(console, record.curves[LOSS])
-        lines.append(("loss", _change(figures.loss, plot)))
+        lines.append(("loss", _change(figures.loss, sparkline(console, record.curves[LOSS]))))
+    elif figures.reward is not None:
+        plot = sparkline(console, record.curves["reward/mean"])
+        lines.append(("reward", _change(figures.reward, plot)))
     else:
-        lines.append(("reward", Text("not logged") if reward is None else _change(reward, plot)))
+        lines.append(("reward", Text("not logged")))
     lines.append(("steps", Text(steps)))
     if figures.tokens_per_s is not None:
         lines.append(("generated", Text(f"{figures.tokens_per_s:,.0f} tokens/s")))

@@ -301,10 +301,7 @@ async def _train(seen: Rehearsal) -> None:
 
 def _trained_tokens(groups: Sequence[Group]) -> int:
     """The tokens that an update computes: each prompt once, and every response."""
-    return sum(
-        len(group.prompt.token_ids) + sum(len(rollout.response_ids) for rollout in group.rollouts)
-        for group in groups
-    )
+    return sum(len(group.prompt.token_ids) + group.num_response_tokens for group in groups)
 
 
 def _placement(seen: Rehearsal) -> Iterator[str]:

@@ -240,11 +240,11 @@ def _check_vocabulary(config: Config, name: str) -> None:
     path = config.teachers[name].path
     check_model(path, f"teachers.{name}.path")
     ask_hub(path, f"teachers.{name}.path")
-    trusts = config.model.trust_remote_code
-    own, other = (
-        load_tokenizer(place, trust_remote_code=trusts).get_vocab()
-        for place in (config.model.tokenizer or config.model.path, path)
+    places, trusts = (
+        (config.model.tokenizer or config.model.path, path),
+        config.model.trust_remote_code,
     )
+    own, other = (load_tokenizer(p, trust_remote_code=trusts).get_vocab() for p in places)
     if own != other:
         raise UserError(
             f"teachers.{name}.path: got {path!r} with another vocabulary ({len(other):,} tokens, the policy has "

@@ -133,7 +133,7 @@ class ShownRuns:
         """The run with this id; raise KeyError if there is none, or if it is refused."""
         known = self._runs.get(run_id)
         if known is None:  # an address that was kept, before the list is read
-            path = {_id(path): path for path in self._paths()}[run_id]
+            path = self._paths()[run_id]
             known = self._runs.setdefault(run_id, ShownRun(run_id, RunFolder(path)))
         if odd_file(known.folder.path):
             raise KeyError(run_id)
@@ -143,7 +143,7 @@ class ShownRuns:
         """The line of every run, the newest first; after a second, runs that are new wait for the next look."""
         until, complete = time.monotonic() + _LOOK_S, True
         with self._looking:
-            paths = {_id(path): path for path in self._paths()}
+            paths = self._paths()
             for run_id in list(self._runs):  # at once: `find` adds runs in other threads
                 if run_id not in paths:
                     del self._runs[run_id]
@@ -161,22 +161,19 @@ class ShownRuns:
             "complete": complete,
         }
 
-    def _paths(self) -> list[Path]:
-        """The run folders, the newest first. Links are not followed."""
-        if _is_run(self.folder):
-            return [self.folder]
-        with os.scandir(self.folder) as entries:
-            folders = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
-        times = {path: os.lstat(path).st_mtime for path in folders if _is_run(path)}
-        return sorted(times, key=lambda path: -times[path])
+    def _paths(self) -> dict[str, Path]:
+        """The run folders by their ids, the newest first. Links are not followed."""
+        folders = [self.folder]
+        if not _is_run(self.folder):
+            with os.scandir(self.folder) as entries:
+                inside = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
+            times = {path: os.lstat(path).st_mtime for path in inside if _is_run(path)}
+            folders = sorted(times, key=lambda path: -times[path])
+        return {hashlib.sha256(os.fsencode(path)).hexdigest()[:12]: path for path in folders}
 
 
 def _is_run(path: Path) -> bool:
     return any(os.path.lexists(path / name) for name in (CONFIG, JOURNAL, COMMANDS))
-
-
-def _id(path: Path) -> str:
-    return hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
 
 
 def odd_file(folder: Path) -> str:

@@ -10,7 +10,7 @@ import json
 import sqlite3
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -123,14 +123,7 @@ class ToolEnded:
         cursor = db.execute(
             f"UPDATE tool_rows SET {sets}, row_check = {expression('tool_rows', **changes)}"
             " WHERE rollout_id = :rollout_id AND seed = :seed AND call_id = :call_id",
-            {
-                "at": self.at,
-                "outcome": self.outcome,
-                "result": stored_text(self.result),
-                "rollout_id": self.rollout_id,
-                "seed": self.seed,
-                "call_id": self.call_id,
-            },
+            asdict(self) | {"result": stored_text(self.result)},
         )
         if cursor.rowcount != 1:
             raise RunError(
