@@ -101,18 +101,18 @@ def read_run(folder: RunFolder) -> RunRecord:
         values = [as_number(by_step[step].get(name)) for step in record.steps]
         if any(value is not None for value in values):
             record.curves[name] = values
-    values: dict[str, dict[str, list[float]]] = {}
+    produced: dict[str, dict[str, list[float]]] = {}  # by task, then by figure
     for step in record.steps:
         for task, figures in task_figures(by_step[step]).items():
             for name, value in figures.items():
                 if (number := as_number(value)) is not None:
-                    values.setdefault(task, {}).setdefault(name, []).append(number)
+                    produced.setdefault(task, {}).setdefault(name, []).append(number)
     record.accounts = {
         task: {
             name: (fmean if name.startswith("part/") else _OVER_STEPS.get(name, sum))(numbers)
             for name, numbers in by_name.items()
         }
-        for task, by_name in values.items()
+        for task, by_name in produced.items()
     }
     if _at(config, "eval", "tasks") != {} or (folder.evaluations / "summary.jsonl").exists():
         _read_evaluations(folder, record)

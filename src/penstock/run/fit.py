@@ -276,9 +276,8 @@ def _on_gpus(config: Config, shape: ModelShape, machine: Machine) -> Iterator[De
             parts.append(part)
         beside = bool(parts) and not launch.colocate
         cache = int(total * _BESIDE / max(1, engines.count(gpu))) if beside else 0
-        for place in engines:
-            if place == gpu:
-                parts.append(_engine(config, shape, each, on_gpu=True, cache=cache))
+        engine = _engine(config, shape, each, on_gpu=True, cache=cache)
+        parts += [engine] * engines.count(gpu)
         in_turns = launch.colocate and len({part.name for part in parts}) > 1
         if in_turns:
             for column in asleep:

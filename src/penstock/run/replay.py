@@ -362,14 +362,13 @@ def _newly_taught(folder: RunFolder, parent: RunFolder) -> set[str]:
     """The tasks whose teacher is behind another server than in the run of which this is a fork."""
 
     def servers(config: Config) -> dict[str, tuple[str, str]]:
-        names = {task: config.task_algorithm(task).teacher or "" for task in config.tasks}
-        asked = {
-            task: config.teachers[name] for task, name in names.items() if config.asks_server(task)
-        }
-        return {task: (teacher.base_url, teacher.model) for task, teacher in asked.items()}
+        found = {}
+        for task in filter(config.asks_server, config.tasks):
+            teacher = config.teachers[config.task_algorithm(task).teacher or ""]
+            found[task] = teacher.base_url, teacher.model
+        return found
 
-    before = servers(parent.config())
-    return {task for task, server in servers(folder.config()).items() if before.get(task) != server}
+    return {task for task, _ in servers(folder.config()).items() - servers(parent.config()).items()}
 
 
 class RecordedBatches(BatchSource):

@@ -84,11 +84,8 @@ def _account_text(figures: dict[str, float]) -> str:
     words = [f"{get('samples', 0.0):,.0f} samples", f"{get('tokens', 0.0):,.0f} tokens"]
     if count := get("reward_count"):
         words.append(f"reward {get('reward_sum', 0.0) / count:.3f}")
-    words += [
-        f"{name.removeprefix('part/')} {figures[name]:.3f}"
-        for name in figures
-        if name.startswith("part/")
-    ]
+    parts = (name for name in figures if name.startswith("part/"))
+    words += [f"{name.removeprefix('part/')} {figures[name]:.3f}" for name in parts]
     if "temperature" in figures:
         words.append(f"temperature {figures['temperature']:.3g}")
     if "group_time_p50_s" in figures:

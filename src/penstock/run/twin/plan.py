@@ -78,15 +78,12 @@ def make_plan(
     def tried(changed: Config) -> Result:
         return simulate(changed, profile, steps=total, most=TRIAL_STEPS)
 
-    settings = _usual(config) if variations is None else _expanded(variations)
-    for words in settings:
+    for words in _usual(config) if variations is None else _expanded(variations):
         try:
-            varied = with_overrides(config, words)
+            plan.variations[" ".join(words)] = tried(with_overrides(config, words))
         except UserError:
-            if variations is None:
-                continue  # a usual variation that this config does not allow
-            raise
-        plan.variations[" ".join(words)] = tried(varied)
+            if variations is not None:
+                raise  # else a usual variation that this config does not allow
     if gpus:
         plan.splits = list(map(tried, split_configs(config, gpus)))
     return plan
