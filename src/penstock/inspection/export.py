@@ -28,6 +28,7 @@ from penstock.store.checkpoint import Checkpoint, CheckpointStore, read_checkpoi
 from penstock.store.run_folder import RunFolder
 
 CARD, CURVES = "README.md", "curves.svg"
+_SETTINGS_FILES = ("config.json", "generation_config.json")  # of a model
 
 
 def export_run(
@@ -95,10 +96,7 @@ def _copy_model(folder: RunFolder, checkpoint: Checkpoint, target: Path, *, adap
     for file in sorted(path for path in model.iterdir() if path.is_file()):
         if file.is_symlink():
             raise UserError(f"export: {file} is a link, allowed: the files of the checkpoint")
-        is_model = file.name.endswith(weights) or file.name in (
-            "config.json",
-            "generation_config.json",
-        )
+        is_model = file.name.endswith(weights) or file.name in _SETTINGS_FILES
         if not adapter or not is_model:
             shutil.copyfile(file, target / file.name)
     if adapter:
@@ -178,30 +176,24 @@ def _cell(text: str) -> str:
 def _up_to(record: RunRecord, step: int) -> RunRecord:
     """The record without what came after a step, whose model does not know of it."""
     count = sum(number <= step for number in record.steps)
-    rows = {
-        task: [row for row in rows if row["step"] <= step]
+    evaluations = {
+        task: kept
         for task, rows in record.evaluations.items()
+        if (kept := [row for row in rows if row["step"] <= step])
     }
-    return replace(
-        record,
-        steps=record.steps[:count],
-        curves={name: values[:count] for name, values in record.curves.items()},
-        evaluations={task: kept for task, kept in rows.items() if kept},
-    )
+    curves = {name: values[:count] for name, values in record.curves.items()}
+    return replace(record, steps=record.steps[:count], curves=curves, evaluations=evaluations)
 
 
 def _results(record: RunRecord) -> str:
     figures, rows = take_figures(record), list[list[str]]()
     for task, evaluations in record.evaluations.items():
-        last = evaluations[-1]
+        last, change = evaluations[-1], figures.held_out[task]
         interval = "" if last["low"] is None else f" ({last['low']:.3f} to {last['high']:.3f})"
-        change = figures.held_out[task]
-        measure = figures.measures[task]
-        rows.append([f"{measure}, {task}", f"{change.first:.3f}", f"{change.last:.3f}{interval}"])
-    if figures.reward is not None:
-        rows.append(
-            ["reward, training", f"{figures.reward.first:.3f}", f"{figures.reward.last:.3f}"]
-        )
+        name = f"{figures.measures[task]}, {task}"
+        rows.append([name, f"{change.first:.3f}", f"{change.last:.3f}{interval}"])
+    if (reward := figures.reward) is not None:
+        rows.append(["reward, training", f"{reward.first:.3f}", f"{reward.last:.3f}"])
     return "## Results\n\n" + _table(["", "before", "after (95 % interval)"], rows)
 
 
@@ -258,11 +250,11 @@ def _trust(folder: RunFolder, checkpoint: Checkpoint) -> str:
             f"- {_cell(name)}: {task.drawn} groups drawn = {task.trained} trained + {task.buffered} buffered "
             f"+ {task.in_flight} in flight + {dropped} dropped."
         )
-    lines.append(
-        f"- Largest staleness of a trained group: {audit.max_staleness_trained}, "
-        f"allowed: {audit.max_staleness_allowed}."
-    )
     verdict = "every law holds" if audit.balanced else count(len(audit.faults), "fault")
-    lines.append(f"- `penstock audit`: {verdict}.")
-    lines += [f"  - {_cell(fault)}" for fault in audit.faults[:5]]
+    lines += [
+        f"- Largest staleness of a trained group: {audit.max_staleness_trained}, "
+        f"allowed: {audit.max_staleness_allowed}.",
+        f"- `penstock audit`: {verdict}.",
+        *(f"  - {_cell(fault)}" for fault in audit.faults[:5]),
+    ]
     return "\n".join(["## Audit", "", *lines])

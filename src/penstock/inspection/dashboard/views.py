@@ -59,9 +59,9 @@ _REST = 20.0  # a reading that took a second is repeated after 20 seconds at the
 _LOOK_S = 1.0  # in which a look reads new runs
 _SPARKS = 60  # points of the small curve in the list
 _DATABASES = [f"{name}{end}" for name in (JOURNAL, COMMANDS) for end in ("", "-wal", "-shm")]
-_FILES = (CONFIG, *_DATABASES, METRICS, ORIGIN, "lock")
+_LINES = ("rollouts.jsonl", f"timeline/{TIMELINE_FILE}")
+_FILES = (CONFIG, *_DATABASES, METRICS, ORIGIN, "lock", *_LINES)
 _FOLDERS = ("configs", "eval", "timeline")
-_MORE_FILES = ("rollouts.jsonl", f"timeline/{TIMELINE_FILE}")
 
 
 @dataclass(slots=True)
@@ -178,7 +178,7 @@ def _is_run(path: Path) -> bool:
 
 def odd_file(folder: Path) -> str:
     """A sentence about a link, pipe or device where a look would read; empty if there is none."""
-    paths = [(folder / name, stat.S_ISREG) for name in (*_FILES, *_MORE_FILES)]
+    paths = [(folder / name, stat.S_ISREG) for name in _FILES]
     paths += [(folder / name, stat.S_ISDIR) for name in _FOLDERS]
     for path, is_right in paths:
         try:
