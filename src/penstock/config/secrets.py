@@ -49,7 +49,9 @@ def refuse_secrets(tree: Any) -> None:
                 f"{key}: got a secret, which a config must not hold (it is written to the run folder), "
                 f"allowed: {key}_variable = the name of an environment variable that holds it"
             )
-        if "://" in value and _holds_password(value):
+        fields = (field.replace("-", "_") for field in _FIELD_OF_URL.findall(value))
+        is_key = any(f in ("key", "sig", "signature") or _NAMES.fullmatch(f) for f in fields)
+        if "://" in value and (is_key or _USER_OF_URL.search(value)):
             raise UserError(
                 f"{key}: got a URL with a key or password, allowed: a URL without one, and the name of an "
                 "environment variable that holds it"
@@ -62,10 +64,3 @@ def from_environment(key: str, variable: str, *, default: str = "") -> str:
     if variable and not value and variable != default:
         raise UserError(f"{key}: got {variable!r}, allowed: an environment variable that is set")
     return value
-
-
-def _holds_password(url: str) -> bool:
-    fields = (name.replace("-", "_") for name in _FIELD_OF_URL.findall(url))
-    return bool(_USER_OF_URL.search(url)) or any(
-        name in ("key", "sig", "signature") or _NAMES.fullmatch(name) for name in fields
-    )

@@ -252,7 +252,13 @@ def make_fork(
 ) -> RunFolder:
     """Make a run folder beside its parent, ready to be trained."""
     named = [f"algorithm.name={algorithm}"] if algorithm else []
-    corrected = _correction(parent.config(), [*named, *overrides])
+    corrected = []
+    if parent.config().algorithm.correction.kind in ("auto", "none"):
+        # corrects for the policy that sampled
+        changed = with_overrides(parent.config(), [*named, *overrides]).algorithm.name
+        default = algorithm_class(changed).defaults.correction
+        kind = CORRECTION if default == "none" else default
+        corrected = [f"algorithm.correction.kind={kind}"]
     name = f"{parent.name}-{(algorithm or 'fork').split(':')[-1]}"
     unused = free_name(parent.path.with_name(name)).name
     place = [f"run.dir={parent.path.parent}", f"run.name={unused}"]
@@ -294,15 +300,6 @@ def make_fork(
             folder.path / RESCORED, (json.dumps(asdict(score)) + "\n" for score in scores.values())
         )
     return folder
-
-
-def _correction(parent: Config, words: Sequence[str]) -> list[str]:
-    """The setting that corrects a fork for the policy that sampled, unless its parent has one."""
-    if parent.algorithm.correction.kind not in ("auto", "none"):
-        return []
-    name = with_overrides(parent, words).algorithm.name
-    default = algorithm_class(name).defaults.correction
-    return [f"algorithm.correction.kind={CORRECTION if default == 'none' else default}"]
 
 
 def recorded_groups(

@@ -409,7 +409,10 @@ def _model_config(path: str | None, overrides: Sequence[str], trusted: bool) -> 
         return trust.load_trusted(path, overrides, trust=trusted)
     if (Path(path) / MANIFEST).is_file():
         path = str(model_folder(Path(path)))  # a checkpoint
-    if path == "demo" or (Path(path) / "config.json").is_file() or _is_hub_name(path):
+    # a path that is not there and looks like the hub name of a model, owner/name
+    there = Path(path.partition("/")[0]).exists() or (Path("runs") / path).exists()
+    is_hub_name = path.count("/") == 1 and path[0] not in "./~" and not there
+    if path == "demo" or (Path(path) / "config.json").is_file() or is_hub_name:
         return trust.load_trusted(None, [f"model.path={path}", *overrides], bare=True)
     try:
         folder = run_folder.find(path)
@@ -424,10 +427,3 @@ def _model_config(path: str | None, overrides: Sequence[str], trusted: bool) -> 
     model = [f"model.path={used}", "run.name="]  # what serves it is not the run
     trust.check(folder.path, [folder.config()], trust=trusted)
     return with_overrides(folder.config(), [*model, *overrides])
-
-
-def _is_hub_name(path: str) -> bool:
-    """Whether a path that is not there looks like the hub name of a model, owner/name."""
-    owner, slash, _ = path.partition("/")
-    there = Path(owner).exists() or (Path("runs") / path).exists()
-    return bool(slash) and path.count("/") == 1 and path[0] not in "./~" and not there
