@@ -14,7 +14,7 @@ import pytest
 
 from penstock import cli
 from penstock.config.source import load_config
-from penstock.config.starter import Answers, write_starter
+from penstock.config.starter import write_starter
 from stages.command_line import commands
 from stages.made_run import make_run
 
@@ -339,7 +339,7 @@ def test_a_config_is_talked_to_and_its_own_prompt_is_scored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The files that `init` writes, used from another folder."""
-    (path, *_) = write_starter(tmp_path / "mine", Answers())
+    (path, *_) = write_starter(tmp_path / "mine")
     record = json.loads((tmp_path / "mine" / "train.jsonl").read_text().splitlines()[0])
     typed = f"{record['prompt']}\n/reset\n1+2\n/what\n/exit\nnever asked\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))

@@ -218,7 +218,6 @@ def train(
     config: a TOML file to start from. settings: any other key of `penstock config`.
     trust: allow what a config of another user's run would execute or connect to.
     """
-    task, judged = _task_names(data, config)
     named: dict[str, Any] = {
         "model.path": None if model is None else str(model),
         "train.steps": steps,
@@ -235,23 +234,11 @@ def train(
         "run.name": name,
     }
     rewards, objects = name_rewards(reward)
-    agent_name = _name_agent(agent, objects)
+    shared = {"rewards": rewards, "agent": _name_agent(agent, objects), "columns": columns}
     objects |= _callback(on_step)
-    named |= {
-        f"{task}.rewards": rewards,
-        f"{task}.agent": agent_name,
-        f"{task}.columns": columns,
-        f"{task}.data_options": data_options,
-        f"{task}.system_prompt": system_prompt,
-    }
-    if eval_data is not None:
-        named |= {
-            f"{judged}.rewards": rewards,
-            f"{judged}.columns": columns,
-            f"{judged}.agent": agent_name,
-        }
-    with _inputs({task: data, judged: eval_data}, objects) as (sources, files):
-        return _train(config, {**named, **sources, **(settings or {})}, files, objects, trust)
+    of_task = {**shared, "data_options": data_options, "system_prompt": system_prompt}
+    tables = (data, of_task), (eval_data, shared)
+    return _train(config, named, *tables, settings=settings, objects=objects, trusted=trust)
 
 
 @_entrance
@@ -279,7 +266,6 @@ def sft(
     data: records with `messages` or with a prompt and a completion. groups_per_step: records of an update.
     eval_data, reward: problems that are sampled and scored at the start and the end. The rest as `train`.
     """
-    task, judged = _task_names(data, config)
     named: dict[str, Any] = {
         "algorithm.name": "sft",
         "model.path": None if model is None else str(model),
@@ -290,29 +276,35 @@ def sft(
         "sampling.max_tokens": max_tokens,
         "seed": seed,
         "run.name": name,
-        f"{task}.columns": columns,
-        f"{task}.system_prompt": system_prompt,
     }
     rewards, objects = name_rewards(reward)
-    if eval_data is not None:
-        named |= {f"{judged}.rewards": rewards}
-    with _inputs({task: data, judged: eval_data}, objects) as (sources, files):
-        return _train(config, {**named, **sources, **(settings or {})}, files, objects, trust)
+    of_task = {"columns": columns, "system_prompt": system_prompt}
+    tables = (data, of_task), (eval_data, {"rewards": rewards})
+    return _train(config, named, *tables, settings=settings, objects=objects, trusted=trust)
 
 
 def _train(
     config: str | Path | None,
-    settings: Settings,
-    files: Sequence[Path],
+    named: dict[str, Any],
+    trained: tuple[Data | None, Settings],
+    evaluated: tuple[Data | None, Settings],
+    *,
+    settings: Settings | None,
     objects: Mapping[str, Any],
     trusted: bool,
 ) -> Run:
+    """Train with these settings, and with those of the two tasks beside their data, where they have any."""
     from penstock.run import entry
     from penstock.store.trust import load_trusted
 
-    words = _overrides(settings)
-    loaded = load_trusted(config, words, trust=trusted, bare=config is None)
-    return Run(entry.train(loaded, own_data=files), objects)
+    task, judged = _task_names(trained[0], config)
+    named |= {f"{task}.{key}": value for key, value in trained[1].items()}
+    if evaluated[0] is not None:
+        named |= {f"{judged}.{key}": value for key, value in evaluated[1].items()}
+    with _inputs({task: trained[0], judged: evaluated[0]}, objects) as (sources, files):
+        words = _overrides({**named, **sources, **(settings or {})})
+        loaded = load_trusted(config, words, trust=trusted, bare=config is None)
+        return Run(entry.train(loaded, own_data=files), objects)
 
 
 @_entrance

@@ -371,7 +371,7 @@ def init(
     steps: Annotated[int | None, typer.Option(min=1, help="Updates.", show_default="20")] = None,
 ) -> None:
     """Write a commented config, a reward and sample data that train as they are; ask what is not given."""
-    from penstock.config.starter import DEMO_TOKENS, OTHER_TOKENS, Answers, write_starter
+    from penstock.config.starter import DEMO_TOKENS, OTHER_TOKENS, write_starter
 
     asks = sys.stdin.isatty()
 
@@ -383,7 +383,8 @@ def init(
     model = ask("Model: a folder, a hub name, or demo", model, "demo")
     data = ask("Data: a file with prompts and answers (empty: write a sample)", data, "")
     held_out = "Evaluation data: a file with other problems (empty: none)"
-    answers = Answers(
+    written = write_starter(
+        folder,
         model=model,
         data=data,
         eval_data=ask(held_out, eval_data, "") if data else eval_data or "",
@@ -395,7 +396,6 @@ def init(
         ),
         steps=ask("Steps", steps, 20),
     )
-    written = write_starter(folder, answers)
     for path in written:
         say(path)
     say(f"next: penstock check {written[0]}, then penstock train {written[0]}", error=True)

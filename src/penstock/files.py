@@ -29,6 +29,8 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook,
 from rich.control import Control
 from rich.segment import Segment
 
+from penstock.errors import UserError
+
 _PIECE = 32 << 20  # bytes of a large file that go to disk at a time
 _START, _FINISH = 2, 7  # of sync_file_range: begin to write; wait before, write, wait after
 MOUNTS = Path("/proc/self/mountinfo")
@@ -64,6 +66,17 @@ def write_whole(path: Path, text: str | Iterable[str]) -> None:
         os.fsync(file.fileno())
     draft.rename(path)
     sync(path.parent)
+
+
+def write_for(command: str, path: Path, text: str) -> None:
+    """Write the file that a command was asked for; a UserError if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except OSError as error:
+        raise UserError(
+            f"{command}: cannot write {path}: {error.strerror}, allowed: a file that can be written"
+        ) from None
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
@@ -164,7 +177,14 @@ class ScratchFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = _locked(path)
+        while True:  # again if it is swept before it is locked
+            path.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                self._lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                fcntl.flock(self._lock, fcntl.LOCK_SH)
+                if path.exists():
+                    return
+                os.close(self._lock)
 
     @classmethod
     def new(cls, kind: str, root: str | Path | None = None) -> Self:
@@ -192,18 +212,6 @@ def memory_folder() -> str:
 def weight_folder() -> ScratchFolder:
     """Make a folder for the weight buffers of a run, in memory if the system has such a folder."""
     return ScratchFolder.new("weights", memory_folder())
-
-
-def _locked(path: Path) -> int:
-    """Create and lock a folder; return its descriptor. Repeat if it is swept before it is locked."""
-    while True:
-        path.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            folder = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            fcntl.flock(folder, fcntl.LOCK_SH)
-            if path.exists():
-                return folder
-            os.close(folder)
 
 
 def sweep_scratch() -> None:
@@ -237,21 +245,12 @@ def visible(text: str) -> str:
     """The text with every character that cannot be seen, but line feeds and tabs, replaced."""
     if text.isprintable():
         return text
-    return text.translate(_SHOWN)
-
-
-class _Shown(dict[int, int]):
-    """The code that is shown for each code that was seen."""
-
-    def __missing__(self, code: int) -> int:
-        character = chr(code)
-        is_space = unicodedata.category(character) == "Zs"
-        seen = character.isprintable() or character in _KEPT or is_space
-        self[code] = shown = code if seen else ord(_HIDDEN)
-        return shown
-
-
-_SHOWN = _Shown()
+    hidden = {
+        ord(character): _HIDDEN
+        for character in set(text).difference(_KEPT)
+        if not character.isprintable() and unicodedata.category(character) != "Zs"
+    }
+    return text.translate(hidden)
 
 
 def console(**options: Any) -> Console:

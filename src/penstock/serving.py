@@ -213,7 +213,7 @@ def make_app(routes: Sequence[BaseRoute], *, middleware: Sequence[Middleware] = 
     return Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={HTTPException: _refuse, ClientDisconnect: _nobody, 500: _fail},
+        exception_handlers={HTTPException: _refuse, ClientDisconnect: _refuse, 500: _fail},
     )
 
 
@@ -225,15 +225,12 @@ def json_response(
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+    if not isinstance(error, HTTPException):  # the client is gone: nobody reads it
+        return Response(status_code=400)
     headers = dict(error.headers or {})
     if error.status_code in (429, 503):
         headers["Retry-After"] = "1"
     return json_response({"error": error.detail}, error.status_code, headers)
-
-
-async def _nobody(request: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # nobody reads it
 
 
 async def _fail(request: Request, error: Exception) -> Response:
@@ -255,22 +252,18 @@ class NoForeignPages:
         name = re.sub(r":\d*$", "", host)
         response: ASGIApp = self._app
         is_named = bool(name) or self._needs_host
+        # a link that a person follows to us is no request of a page
+        site, mode = headers.get("sec-fetch-site", "none"), headers.get("sec-fetch-mode")
+        is_embedded = site not in ("none", "same-origin") and mode != "navigate"
+        origins = [origin.lower() for origin in headers.getlist("origin")]
         if is_named and name not in self._names and not _is_address(name.strip("[]")):
             allowed = "localhost, an IP address, or the option hosts"
             reason = f"host: got {name[:100]!r}, allowed: {allowed}"
             response = json_response({"error": reason}, 421)
-        elif _is_foreign(headers, host):
+        elif is_embedded or any(origin != f"http://{host}" for origin in origins):
             reason = "origin: got that of a web page, allowed: none"
             response = json_response({"error": reason}, 403)
         await response(scope, receive, send)
-
-
-def _is_foreign(headers: Headers, host: str) -> bool:
-    """Whether a page of another origin asks; a link that a person follows to us is no such request."""
-    origins = [origin.lower() for origin in headers.getlist("origin")]
-    site, mode = headers.get("sec-fetch-site", "none"), headers.get("sec-fetch-mode")
-    is_embedded = site not in ("none", "same-origin") and mode != "navigate"
-    return is_embedded or any(origin != f"http://{host}" for origin in origins)
 
 
 async def read_body(request: Request, *, most_bytes: int, within_s: float) -> bytes:

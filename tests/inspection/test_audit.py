@@ -404,4 +404,4 @@ def test_a_bias_in_length_is_a_warning(tmp_path: Path) -> None:
     found.tasks["train"].trained = 60
     from penstock.inspection.audit import _bias
 
-    assert "shorter" in _bias("train", found.tasks["train"])[0]
+    assert "shorter" in next(_bias("train", found.tasks["train"]))

@@ -61,7 +61,7 @@ def _decode(model: DecodeModel, groups: list[list[int]]) -> list[float]:
     rows = Rows(model)
     owners = [place for place, lengths in enumerate(groups) for _ in lengths]
     for row, tokens in enumerate(tokens for lengths in groups for tokens in lengths):
-        rows.add(str(row), tokens)
+        rows.waiting[str(row)] = tokens
     rows.stall(model.prefill_s * len(groups))
     rows.admit()
     ends = [0.0] * len(groups)

@@ -46,7 +46,17 @@ def launch_distributed(**parameters: Any) -> Path:
     arguments = arguments_of("launch_distributed", "launch", (), parameters)
     links = {Path(arguments[name]): inside for name, inside in _LINKS.items() if arguments[name]}
     for path in links:
-        _refuse_taken(path)
+        target = path.resolve()
+        runs = [folder for folder in (target, *target.parents) if (folder / CONFIG).exists()]
+        if path.is_symlink() and runs:
+            raise UserError(
+                f"launch_distributed: got {path}, which leads into the run {runs[0]}; allowed: another path, or "
+                f"continue that run with: penstock resume {runs[0]}"
+            )
+        if path.exists():
+            raise UserError(
+                f"launch_distributed: got {path}, which exists, allowed: a path for a link to the run folder"
+            )
     if links and not arguments["run_name"]:
         arguments["run_name"] = f"distributed-{datetime.now():%Y%m%d-%H%M%S-%f}"
     config = distributed_config(arguments)
@@ -63,44 +73,15 @@ def launch_distributed(**parameters: Any) -> Path:
                 path.unlink()
 
 
-def _refuse_taken(path: Path) -> None:
-    target = path.resolve()
-    run = next((folder for folder in (target, *target.parents) if (folder / CONFIG).exists()), None)
-    if path.is_symlink() and run is not None:
-        raise UserError(
-            f"launch_distributed: got {path}, which leads into the run {run}; allowed: another path, or "
-            f"continue that run with: penstock resume {run}"
-        )
-    if path.exists():
-        raise UserError(
-            f"launch_distributed: got {path}, which exists, allowed: a path for a link to the run folder"
-        )
-
-
 def distributed_config(arguments: Mapping[str, Any]) -> Config:
     """The config that the arguments of `launch_distributed` stand for."""
     if not any(arguments[name] for name in ("model_config", "inference_model_config")):
         raise UserError("launch_distributed: got no model_config, allowed: a path in it")
     settings = {"launch.kind": "ray"} | settings_of("launch_distributed", arguments)
-    settings["train.groups_per_step"] = arguments["train_batch_size"] * data_ranks(arguments)
-    settings |= _sizes(arguments, config_of(settings).config)
-    overrides = flat(arguments["overrides"] or {})
-    if "train.steps" in overrides:
-        del settings["train.episodes"]
-    return checked_config(settings | overrides)
-
-
-def checked_config(settings: Mapping[str, Any]) -> Config:
-    """The config of a call's settings; tell what was lowered to fit the model."""
-    loaded = config_of(settings)
-    for note in loaded.notes:
-        say(f"note: {note}", error=True)
-    return loaded.config
-
-
-def _sizes(arguments: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """The settings that batch sizes stand for."""
-    settings: dict[str, Any] = {}
+    copies = math.prod(_plugin(arguments).values())
+    ranks = max(1, int(arguments["num_consumer_procs"]) // copies)  # that train different prompts
+    settings["train.groups_per_step"] = arguments["train_batch_size"] * ranks
+    config = config_of(settings).config
     if per_sync := arguments["inference_batch_size"]:
         producers, step = config.launch.num_producers, config.train.groups_per_step
         if per_sync * producers % step:
@@ -115,7 +96,18 @@ def _sizes(arguments: Mapping[str, Any], config: Config) -> dict[str, Any]:
     if sequences := arguments["train_microbatch_size"] or grpo.get("train_microbatch_size"):
         longest = config.tasks["train"].max_prompt_tokens + config.sampling.max_tokens
         settings["train.micro_batch_tokens"] = sequences * longest
-    return settings
+    overrides = flat(arguments["overrides"] or {})
+    if "train.steps" in overrides:
+        del settings["train.episodes"]
+    return checked_config(settings | overrides)
+
+
+def checked_config(settings: Mapping[str, Any]) -> Config:
+    """The config of a call's settings; tell what was lowered to fit the model."""
+    loaded = config_of(settings)
+    for note in loaded.notes:
+        say(f"note: {note}", error=True)
+    return loaded.config
 
 
 # -- the parameters of ColossalAI's calls -------------------------------------------------------
@@ -164,10 +156,13 @@ def settings_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     grpo = arguments.get("grpo_config") or {}
     settings, unknown = _defaults(arguments, grpo), list[str]()
     for name, value in arguments.items():
+        words, _, section = _DICTIONARIES.get(name, (name, "", None))
+        theirs = [word.partition(".")[2] for word in RULES if word.startswith(f"{words}.")]
+        allowed = dict.fromkeys([*theirs, *(section.model_fields if section else ())])
         fields = value if name in _DICTIONARIES and value is not None else {}
-        others = [field for field in fields if not _known(name, field)]
-        if others:
-            unknown.append(_refusal(name, others))
+        if others := [field for field in fields if field not in allowed]:
+            got = ", ".join(map(repr, others))
+            unknown.append(f"{name}: got {got}, allowed: {', '.join(allowed)}")
         for word, key, inner in _words(name, value):
             if key:
                 settings |= leaves(inner, key)
@@ -175,7 +170,20 @@ def settings_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
                 print(f"{call}: {word} has no effect: {RULES[word].note}", file=sys.stderr)
     if unknown:
         raise UserError("; ".join(unknown))
-    settings |= _together(arguments, grpo)
+    generation, data = arguments["generate_config"], arguments["train_dataset_config"]
+    longest = generation.get("max_length")
+    if longest and not (generation.get("max_new_tokens") or generation.get("max_tokens")):
+        settings["sampling.max_tokens"] = longest - data.get("max_length", 0)
+    if grpo.get("filter_range") is not None:
+        settings["algorithm.filter_groups"] = True
+    if arguments.get("anneal_temperature_to") is not None:
+        settings["sampling.anneal.episodes"] = 1.0
+    plugin = _plugin(arguments)
+    if plugin["sp_size"] > 1:
+        settings["train.parallel.context"] = plugin["sp_size"]
+    shards = arguments.get("num_proc_per_producer") or 1
+    if shards > 1 and "vllm" in str(arguments.get("inference_backend")):
+        settings["engine.options.tensor_parallel_size"] = shards
     return settings | {"eval.tasks": _eval_tasks(arguments, settings)}
 
 
@@ -192,19 +200,6 @@ def _defaults(arguments: Mapping[str, Any], grpo: Mapping[str, Any]) -> dict[str
     url = grpo.get("code_verifier_api_url")
     reward = colossalai_reward(str(named or "think_answer_tags"), [url] if url else [])
     return settings | dict(leaves(loss, "algorithm")) | {"tasks.train.rewards": [reward]}
-
-
-def _known(name: str, field: str) -> bool:
-    words, _, section = _DICTIONARIES[name]
-    ours = section is not None and field in section.model_fields
-    return f"{words}.{field}" in RULES or ours
-
-
-def _refusal(name: str, others: list[str]) -> str:
-    words, _, section = _DICTIONARIES[name]
-    theirs = [word.partition(".")[2] for word in RULES if word.startswith(f"{words}.")]
-    allowed = dict.fromkeys([*theirs, *(section.model_fields if section else ())])
-    return f"{name}: got {', '.join(map(repr, others))}, allowed: {', '.join(allowed)}"
 
 
 def _words(name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
@@ -228,36 +223,13 @@ def _words(name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
             yield word, "", inner
 
 
-def _together(arguments: Mapping[str, Any], grpo: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of parameters that only mean something together."""
-    settings: dict[str, Any] = {}
-    generation, data = arguments["generate_config"], arguments["train_dataset_config"]
-    longest = generation.get("max_length")
-    if longest and not (generation.get("max_new_tokens") or generation.get("max_tokens")):
-        settings["sampling.max_tokens"] = longest - data.get("max_length", 0)
-    if grpo.get("filter_range") is not None:
-        settings["algorithm.filter_groups"] = True
-    if arguments.get("anneal_temperature_to") is not None:
-        settings["sampling.anneal.episodes"] = 1.0
+def _plugin(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """The ranks along each axis of the plugin's mesh; sequence parallelism may use the tensor-parallel ones."""
     plugin = arguments.get("plugin_config") or arguments.get("consumer_plugin_config") or {}
-    if (shared := plugin.get("sp_size") or 1) > 1 and not _in_tp_group(plugin):
-        settings["train.parallel.context"] = shared
-    shards = arguments.get("num_proc_per_producer") or 1
-    if shards > 1 and "vllm" in str(arguments.get("inference_backend")):
-        settings["engine.options.tensor_parallel_size"] = shards
-    return settings
-
-
-def data_ranks(arguments: Mapping[str, Any]) -> int:
-    """The ranks that train different prompts."""
-    plugin = arguments.get("plugin_config") or arguments.get("consumer_plugin_config") or {}
-    axes = ["tp_size", "pp_size", *([] if _in_tp_group(plugin) else ["sp_size"])]
-    copies = math.prod(plugin.get(axis) or 1 for axis in axes)
-    return max(1, int(arguments["num_consumer_procs"]) // copies)
-
-
-def _in_tp_group(plugin: Mapping[str, Any]) -> bool:
-    return plugin.get("sequence_parallelism_mode") in _IN_TP_GROUP
+    sizes = {axis: plugin.get(axis) or 1 for axis in ("tp_size", "pp_size", "sp_size")}
+    if plugin.get("sequence_parallelism_mode") in _IN_TP_GROUP:
+        sizes["sp_size"] = 1
+    return sizes
 
 
 def _eval_tasks(

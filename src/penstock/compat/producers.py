@@ -62,7 +62,14 @@ class BaseProducer:
         self.batch_size = arguments["batch_size"]
         self.microbatch_size = arguments["microbatch_size"]
         self.eval_interval = arguments["eval_interval"]
-        self._check()
+        index, most = self.producer_idx, self.num_producers - 1
+        if not 0 <= index <= most:
+            raise UserError(f"producer_idx: got {index}, allowed: 0 to {most} (num_producers - 1)")
+        if self.batch_size % self.microbatch_size:
+            raise UserError(
+                f"microbatch_size: got {self.microbatch_size}, allowed: a divisor of "
+                f"batch_size = {self.batch_size}"
+            )
         own = {name: value for name, value in arguments.items() if name not in _OF_TRAINERS}
         settings = settings_of(type(self).__name__, own)
         settings["track.trackers"] = ["wandb"] if arguments["project_name"] else []
@@ -81,16 +88,6 @@ class BaseProducer:
         threading.Thread(target=self._loop.run_forever, name="producer", daemon=True).start()
         self._wait(self._open())
 
-    def _check(self) -> None:
-        index, most = self.producer_idx, self.num_producers - 1
-        if not 0 <= index <= most:
-            raise UserError(f"producer_idx: got {index}, allowed: 0 to {most} (num_producers - 1)")
-        if self.batch_size % self.microbatch_size:
-            raise UserError(
-                f"microbatch_size: got {self.microbatch_size}, allowed: a divisor of "
-                f"batch_size = {self.batch_size}"
-            )
-
     def _write_down(self, folder: Path, rollout_file: str | None, *, profile: bool) -> None:
         """Open what was asked for: metrics.jsonl and W&B, samples, the timeline that `penstock timeline` draws."""
         config, self._waits = self.config, Waits()
@@ -108,16 +105,15 @@ class BaseProducer:
             (folder / CONFIG).write_text(to_toml(config))  # marks the folder as that of a run
             self._timeline = TimelineLog(folder / "timeline", self._waits)
         if config.track.trackers:
-            self._tracker = Fanout.from_info(
-                RunInfo(
-                    config=config,
-                    folder=folder,
-                    name=config.run.name or folder.name,
-                    total_steps=0,
-                    first_step=0,
-                    live=lambda: "",
-                )
+            info = RunInfo(
+                config=config,
+                folder=folder,
+                name=config.run.name or folder.name,
+                total_steps=0,
+                first_step=0,
+                live=lambda: "",
             )
+            self._tracker = Fanout.from_info(info)
 
     @classmethod
     def options(cls, **ray_options: Any) -> Any:
@@ -163,18 +159,6 @@ class BaseProducer:
         )
         await self._engine.start()
 
-    def _agent(self) -> SingleTurn:
-        """The agent loop at the temperature that this producer's prompts have reached in its episodes."""
-        sampling, anneal = self.config.sampling, self.config.sampling.anneal
-        if anneal.end is not None and anneal.episodes:
-            share = len(range(self.producer_idx, len(self._dataset), self.num_producers))
-            done = min(1.0, self._prompts_done / (anneal.episodes * share))
-            now = sampling.temperature + (anneal.end - sampling.temperature) * done
-            sampling = sampling.model_copy(update={"temperature": now, "anneal": AnnealConfig()})
-        return SingleTurn(
-            engine=self._engine, reward=self._reward, sampling=sampling, decode=self._chat.decode
-        )
-
     # ---- what a subclass defines
 
     def deliver(self, tensors: Tensors) -> None:
@@ -213,8 +197,14 @@ class BaseProducer:
 
         `fields` are what the reward needs, with one entry for each prompt: gt_answer, test_cases, ...
         """
-        rows = unpadded(input_ids, attention_mask)
-        groups = [self._group(row, _nth(fields, n, len(rows))) for n, row in enumerate(rows)]
+        ids, mask = np.asarray(input_ids), np.asarray(attention_mask).astype(bool)
+        for key, values in fields.items():
+            if len(values) != len(ids):
+                raise UserError(f"rollout: {key} got {len(values)} entries, allowed: {len(ids)}")
+        groups = [
+            self._group(row[keep].astype(np.int32), {key: v[n] for key, v in fields.items()})
+            for n, (row, keep) in enumerate(zip(ids, mask, strict=True))
+        ]
         self._rolled += groups
         return self._wait(self._generate(groups))
 
@@ -338,7 +328,21 @@ class BaseProducer:
 
     async def _generate(self, groups: list[Group]) -> Tensors:
         with self._busy(WaitKind.GENERATE):
-            agent = self._agent()
+            # at the temperature that this producer's prompts have reached in its episodes
+            sampling, anneal = self.config.sampling, self.config.sampling.anneal
+            if anneal.end is not None and anneal.episodes:
+                share = len(range(self.producer_idx, len(self._dataset), self.num_producers))
+                done = min(1.0, self._prompts_done / (anneal.episodes * share))
+                now = sampling.temperature + (anneal.end - sampling.temperature) * done
+                sampling = sampling.model_copy(
+                    update={"temperature": now, "anneal": AnnealConfig()}
+                )
+            agent = SingleTurn(
+                engine=self._engine,
+                reward=self._reward,
+                sampling=sampling,
+                decode=self._chat.decode,
+            )
             await asyncio.gather(*(agent.generate_group(group.rollouts) for group in groups))
         for group in groups:
             failed = [r.error for r in group.rollouts if r.status is not Status.COMPLETED]
@@ -365,20 +369,7 @@ class SimpleProducer(BaseProducer):
         self._deliver(tensors)
 
 
-def _nth(fields: Mapping[str, Any], number: int, count: int) -> dict[str, Any]:
-    for key, values in fields.items():
-        if len(values) != count:
-            raise UserError(f"rollout: {key} got {len(values)} entries, allowed: {count}")
-    return {key: values[number] for key, values in fields.items()}
-
-
 # ---- groups as padded tensors
-
-
-def unpadded(input_ids: Any, attention_mask: Any) -> list[np.ndarray]:
-    """The prompts of a padded batch, each without its padding."""
-    ids, mask = np.asarray(input_ids), np.asarray(attention_mask).astype(bool)
-    return [row[keep].astype(np.int32) for row, keep in zip(ids, mask, strict=True)]
 
 
 def _padded(rows: Iterable[Any], *, side: str = "right", fill: float = 0) -> Any:
@@ -486,7 +477,8 @@ def _store(host: str, port: int, *, first: bool, timeout_s: float) -> Any:
 
     if not first:
         return connect_store(host, port, timeout_s)
-    if (host, port) not in _OPENED:
+    store = _OPENED.get((host, port))
+    if store is None:
         try:
             store = _OPENED[host, port] = open_store(host, timeout_s, port)
         except OSError as error:
@@ -494,8 +486,7 @@ def _store(host: str, port: int, *, first: bool, timeout_s: float) -> Any:
                 f"collective group: rank 0 got tcp://{host}:{port} ({error.strerror}), "
                 "allowed: an address of its machine and a free port"
             ) from None
-        return store
-    return _OPENED[host, port]
+    return store
 
 
 def send_state_dict(group: WeightGroup, state_dict: Mapping[str, Any]) -> None:

@@ -86,10 +86,11 @@ def allowed_changes(before: Config, after: Config, *, pinned: Container[str] = (
     """
     old, new = flat(before.model_dump()), flat(after.model_dump())
     changes = []
+    whole = {*before.tasks} ^ {*after.tasks}  # tasks that only one of them has
     for key in _differing_keys(old, new):
         effect = FREE if key in pinned else effect_of(key)
-        if _is_whole_task(key, old, new):
-            task, got = key.split(".")[1], "a new task" if key in new else "a run without it"
+        if key.startswith("tasks.") and (task := key.split(".")[1]) in whole:
+            got = "a new task" if task in after.tasks else "a run without it"
             raise UserError(
                 f"tasks.{task}: got {got}, allowed: the run's {', '.join(before.tasks)}"
             )
@@ -121,14 +122,6 @@ def _differing_keys(old: dict[str, object], new: dict[str, object]) -> list[str]
 def effect_of(key: str) -> str:
     """FREE, UPDATE, or the reason why this key must not change."""
     return next(effect for pattern, effect in RULES if fnmatchcase(key, pattern))
-
-
-def _is_whole_task(key: str, old: dict[str, object], new: dict[str, object]) -> bool:
-    """Whether only one of the two configs has the key's task."""
-    if not key.startswith("tasks."):
-        return False
-    data = f"tasks.{key.split('.')[1]}.data"
-    return (data in old) != (data in new)
 
 
 def flat(tree: dict[str, Any]) -> dict[str, object]:

@@ -23,8 +23,9 @@ def doubts(config: Config) -> list[str]:
             )
         lines += [f"tasks.{task}: {line}" for line in _without_effect(config, produce)]
     lines += _behind_a_switch(config)
-    ahead = [config.task_produce(task) for task in config.tasks]
-    if config.sync.on_update != "keep" and not any(map(_generates_during_updates, ahead)):
+    produces = [config.task_produce(task) for task in config.tasks]
+    runs_ahead = any(p.staleness_bound > 0 or p.over_sample_threshold > 0 for p in produces)
+    if config.sync.on_update != "keep" and not runs_ahead:
         lines.append(
             f"sync.on_update {config.sync.on_update} has no effect without run-ahead and oversampling: no response "
             "is being generated when new weights arrive"
@@ -44,7 +45,15 @@ def doubts(config: Config) -> list[str]:
             "model.arithmetic fast: on a GPU redone steps may have other bits, and replay cannot compare them"
         )
     lines += unrepeatable_samples(config)
-    lines += _rarely_scored(config)
+    if config.eval.tasks and not config.eval.every_steps:
+        rules = [rule for rule in config.train.stop_when if rule.split("/")[0] in config.eval.tasks]
+        settings = {"checkpoint.keep_best": config.checkpoint.keep_best, "train.stop_when": rules}
+        lines += [
+            f"{key} has no effect with eval.every_steps 0: only the start and the end are evaluated; "
+            "set eval.every_steps"
+            for key, value in settings.items()
+            if value
+        ]
     trained = [name for name, task in config.tasks.items() if task.system_prompt]
     lines += [
         f"eval.tasks.{name}: evaluated without a system prompt, but trained with that of "
@@ -53,19 +62,6 @@ def doubts(config: Config) -> list[str]:
         if trained and not task.system_prompt
     ]
     return lines
-
-
-def _rarely_scored(config: Config) -> Iterator[str]:
-    """Yield a line for each setting that waits for held-out scores which only the start and the end have."""
-    if config.eval.tasks and not config.eval.every_steps:
-        rules = [rule for rule in config.train.stop_when if rule.split("/")[0] in config.eval.tasks]
-        settings = {"checkpoint.keep_best": config.checkpoint.keep_best, "train.stop_when": rules}
-        for key, value in settings.items():
-            if value:
-                yield (
-                    f"{key} has no effect with eval.every_steps 0: only the start and the end are evaluated; "
-                    "set eval.every_steps"
-                )
 
 
 _SWITCHES = (  # (table, the key that turns it on, its value when off, keys that only then have an effect)
@@ -95,10 +91,6 @@ def _places(launch: LaunchConfig) -> Iterator[str]:
     for number, kind in enumerate(launch.producer_kinds):
         if kind.ray_options:
             yield f"launch.producer_kinds[{number}].ray_options"
-
-
-def _generates_during_updates(produce: ProduceConfig) -> bool:
-    return produce.staleness_bound > 0 or produce.over_sample_threshold > 0
 
 
 def _without_effect(config: Config, produce: ProduceConfig) -> list[str]:

@@ -28,6 +28,10 @@ class RayOptions(Section):
     resources: dict[str, float] = {}
     """Custom resources reserved for each (`ray start --resources`)."""
 
+    @property
+    def place(self) -> tuple[Any, ...]:
+        return self.accelerator_type, self.label_selector, self.resources
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.num_gpus > 1 and self.num_gpus % 1:
@@ -112,20 +116,14 @@ class LaunchConfig(Section):
             raise ValueError(
                 f"producer_kinds got {count} engines, allowed: at most num_producers = {self.num_producers}"
             )
-        common = self.ray_options_of("producers")
-        options = [common]
-        options += [
-            overlay(common, kind.ray_options, f"producer_kinds[{place}].ray_options")
-            for place, kind in enumerate(self.producer_kinds)
-        ]
-        allowed = (_where(self.ray_options_of("consumers")), _where(RayOptions()))
-        if self.colocate and any(_where(option) not in allowed for option in options):
+        options = [self.ray_options_of("producers")]
+        for place, kind in enumerate(self.producer_kinds):
+            key = f"producer_kinds[{place}].ray_options"
+            options.append(overlay(options[0], kind.ray_options, key))
+        allowed = (self.ray_options_of("consumers").place, RayOptions().place)
+        if self.colocate and any(option.place not in allowed for option in options):
             raise ValueError(
                 "ray_options.producers got a place with colocate, allowed: label_selector, "
                 "accelerator_type and resources of launch.ray_options.consumers, which the engines share"
             )
         return self
-
-
-def _where(options: RayOptions) -> tuple[Any, ...]:
-    return options.accelerator_type, options.label_selector, options.resources

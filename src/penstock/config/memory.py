@@ -216,9 +216,7 @@ def trainer_needs(
     trained = shape.adapters(rank) if rank else shape.parameters
     copies = learners + scorers + published
     halves = each < MASTER or rank > 0  # then masters are separate numbers
-    if (
-        shards > 1 and zero == 3
-    ):  # float32 parameters, of which a rank has its share, are the masters
+    if shards > 1 and zero == 3:  # the masters are the parameters, of which a rank has its share
         copies, halves = scorers + published, True
     masters = MASTER * trained * (learners * halves + averages)
     layers = shape.bytes_per_token(each, checkpointing=checkpointing, joint=joint)

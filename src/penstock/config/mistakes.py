@@ -45,13 +45,24 @@ def explain(
     of_a_run: the tree is that of a run, where words of other systems are known.
     """
     first = error.errors()[0]
-    key = f"{place}.{key_of(first)}".strip(".")
+    path = (part for part in first["loc"] if part != "[key]")  # pydantic marks a wrong key so
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    key = f"{place}.{''.join(parts).removeprefix('.')}".strip(".")
     words = allowed(first)
     if first["type"] == "extra_forbidden":
-        if answer := removed_key(key):
-            return answer
+        name = re.sub(r"\[\d+\]", "", key)  # of a list, whichever of its tables
+        for row in rows("removed"):
+            if fnmatchcase(name, row["key"]):
+                return f"{key}: this key was removed; {row['advice']}"
         if not place:
-            return _unknown_key(key, first["input"], list(valid_keys(tree)), of_a_run)
+            value, valid = first["input"], list(valid_keys(tree))
+            while isinstance(value, dict) and len(value) == 1:  # an unknown table with one key
+                ((name, value),) = value.items()
+                key = f"{key}.{name}"
+            near = nearest_key(key, valid, with_foreign=of_a_run)
+            hint = f"; did you mean {near}?" if near else ""
+            words = "a key that `penstock config` lists" if of_a_run else ", ".join(valid)
+            return f"unknown key {key!r}, allowed: {words}{hint}"
         words = f"the keys {', '.join(tree.model_fields)}"
     elif first["type"] == "value_error":
         message = first["msg"].removeprefix("Value error, ")
@@ -62,39 +73,18 @@ def explain(
     return f"{key}: got {first['input']!r}, allowed: {words}"
 
 
-def _unknown_key(key: str, value: Any, valid: list[str], of_a_run: bool) -> str:
-    while isinstance(value, dict) and len(value) == 1:  # a table that is not known, with one key
-        ((name, value),) = value.items()
-        key = f"{key}.{name}"
-    near = nearest_key(key, valid, with_foreign=of_a_run)
-    hint = f"; did you mean {near}?" if near else ""
-    words = "a key that `penstock config` lists" if of_a_run else ", ".join(valid)
-    return f"unknown key {key!r}, allowed: {words}{hint}"
-
-
-def valid_keys(tree: type[BaseModel]) -> Iterator[str]:
+def valid_keys(tree: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every dotted key of the tree; a named table shows as `tasks.NAME.field`."""
-    yield from _model_keys(tree, "")
-
-
-def _model_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
+    for name, field in tree.model_fields.items():
         yield f"{prefix}{name}"
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 outer = get_origin(field.annotation)
                 middle = "[0]." if outer is list else ".NAME." if outer is dict else "."
-                yield from _model_keys(kind, f"{prefix}{name}{middle}")
+                yield from valid_keys(kind, f"{prefix}{name}{middle}")
 
 
 # ---- keys that do not exist
-
-
-def removed_key(key: str) -> str:
-    """What to do instead of a key that was removed (`systems/removed.csv`); empty if it was not."""
-    name = re.sub(r"\[\d+\]", "", key)  # of a list, whichever of its tables
-    advice = (row["advice"] for row in rows("removed") if fnmatchcase(name, row["key"]))
-    return next((f"{key}: this key was removed; {text}" for text in advice), "")
 
 
 def nearest_key(key: str, valid: Sequence[str], *, with_foreign: bool) -> str:
@@ -138,13 +128,6 @@ def of_setting(error: Any, tree: type[BaseModel]) -> str:
 
 
 # ---- a mistake as pydantic reports it
-
-
-def key_of(error: ErrorDetails) -> str:
-    """The dotted key that the error is about, such as `launch.producer_kinds[0].count`."""
-    path = (part for part in error["loc"] if part != "[key]")  # pydantic marks a wrong key so
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return "".join(parts).removeprefix(".")
 
 
 def allowed(error: ErrorDetails) -> str:

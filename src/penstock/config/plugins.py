@@ -108,28 +108,33 @@ def load(kind: str, name: str, table: Mapping[str, str]) -> Any:
     """The object that `name` stands for, importing its module."""
     check_name(kind, name, table)
     if name.startswith(PYTHON):
-        return _load_python_object(kind, name)
+        objects, key = _python_objects.get(), name.removeprefix(PYTHON)
+        if key not in objects:
+            what = "agent" if kind.endswith("agent") else "reward"
+            raise UserError(
+                f"{kind}: got {name!r}, a function of the Python program that began the run; "
+                f"allowed: the function again, from Python: penstock.resume(RUN, {what}=FUNCTION), "
+                "or evaluate in place of resume"
+            )
+        return objects[key]
     parsed = parse(table.get(name, name))
     assert parsed is not None, name
     module_name, attribute = parsed
+    fault = f"{kind}: got {name!r}, but {module_name}"
     try:
         module = _import(module_name)
     except ImportError as error:
-        raise UserError(
-            f"{kind}: got {name!r}, but {module_name} cannot be imported: {error}"
-        ) from error
+        raise UserError(f"{fault} cannot be imported: {error}") from error
     except Exception as error:  # whatever the user's module raises is the user's mistake
         if name in table:
             raise
         said = error.msg if isinstance(error, SyntaxError) else error
-        raise UserError(
-            f"{kind}: got {name!r}, but {module_name} cannot be imported: {type(error).__name__}: "
-            f"{said}{place_of(error)}"
-        ) from error
+        words = f"{type(error).__name__}: {said}{place_of(error)}"
+        raise UserError(f"{fault} cannot be imported: {words}") from error
     try:
         return getattr(module, attribute)
     except AttributeError:
-        raise UserError(f"{kind}: got {name!r}, but {module_name} has no {attribute!r}") from None
+        raise UserError(f"{fault} has no {attribute!r}") from None
 
 
 _NOT_THE_USERS = (  # where the code of Penstock, of Python and of libraries is
@@ -148,41 +153,26 @@ def place_of(error: Exception) -> str:
     return f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
 
 
-def _load_python_object(kind: str, name: str) -> Any:
-    try:
-        return _python_objects.get()[name.removeprefix(PYTHON)]
-    except KeyError:
-        what = "agent" if kind.endswith("agent") else "reward"
-        raise UserError(
-            f"{kind}: got {name!r}, a function of the Python program that began the run; "
-            f"allowed: the function again, from Python: penstock.resume(RUN, {what}=FUNCTION), "
-            "or evaluate in place of resume"
-        ) from None
-
-
 def _import(module_name: str) -> Any:
     if module_name.endswith(".py"):
-        return _import_file(Path(module_name))
+        path = Path(module_name)
+        if not path.is_file():
+            raise ImportError(f"no such file: {path}")
+        name = f"penstock_user_{path.stem}"
+        spec = importlib.util.spec_from_file_location(name, path.resolve())
+        if spec is None or spec.loader is None:
+            raise ImportError(f"not a Python file: {path}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        if (folder := str(path.resolve().parent)) not in sys.path:
+            sys.path.append(folder)  # of modules beside it, behind those that are installed
+        spec.loader.exec_module(module)
+        return module
     top = module_name.split(".")[0]
     is_known = top in sys.modules or importlib.util.find_spec(top) is not None
     if not is_known and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a user's module beside their config
     return importlib.import_module(module_name)
-
-
-def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise ImportError(f"no such file: {path}")
-    name = f"penstock_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    if spec is None or spec.loader is None:
-        raise ImportError(f"not a Python file: {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    if (folder := str(path.resolve().parent)) not in sys.path:
-        sys.path.append(folder)  # of modules beside it, behind those that are installed
-    spec.loader.exec_module(module)
-    return module
 
 
 # -- the files that a config names --------------------------------------------------------------

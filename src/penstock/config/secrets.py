@@ -40,12 +40,18 @@ def refuse_secrets(tree: Any) -> None:
             continue
         in_list = f"{before[1]} {value}" if before[0] == key else value  # --api-key VALUE
         before = key, value
-        if _is_secret(key.rpartition(".")[2], in_list):
+        last = key.rpartition(".")[2]
+        is_wandb_key = last == "key" and _WANDB_KEY.fullmatch(in_list)
+        names = (last, *_NAMED.findall(in_list))
+        is_named = any(_NAMES.fullmatch(name.replace("-", "_")) for name in names)
+        if is_named or is_wandb_key or _VALUES.search(in_list):
             raise UserError(
                 f"{key}: got a secret, which a config must not hold (it is written to the run folder), "
                 f"allowed: {key}_variable = the name of an environment variable that holds it"
             )
-        if "://" in value and _holds_password(value):
+        fields = (field.replace("-", "_") for field in _FIELD_OF_URL.findall(value))
+        is_key = any(f in ("key", "sig", "signature") or _NAMES.fullmatch(f) for f in fields)
+        if "://" in value and (is_key or _USER_OF_URL.search(value)):
             raise UserError(
                 f"{key}: got a URL with a key or password, allowed: a URL without one, and the name of an "
                 "environment variable that holds it"
@@ -58,17 +64,3 @@ def from_environment(key: str, variable: str, *, default: str = "") -> str:
     if variable and not value and variable != default:
         raise UserError(f"{key}: got {variable!r}, allowed: an environment variable that is set")
     return value
-
-
-def _is_secret(name: str, value: str) -> bool:
-    is_wandb_key = name == "key" and _WANDB_KEY.fullmatch(value)
-    names = (name, *_NAMED.findall(value))
-    is_named = any(_NAMES.fullmatch(name.replace("-", "_")) for name in names)
-    return bool(is_named or _VALUES.search(value) or is_wandb_key)
-
-
-def _holds_password(url: str) -> bool:
-    fields = (name.replace("-", "_") for name in _FIELD_OF_URL.findall(url))
-    return bool(_USER_OF_URL.search(url)) or any(
-        name in ("key", "sig", "signature") or _NAMES.fullmatch(name) for name in fields
-    )

@@ -44,12 +44,13 @@ class LoadedConfig:
 
     def origin(self, key: str) -> str:
         """Where the value of a key came from."""
-        parts = key.split(".")
-        for length in range(len(parts), 0, -1):
-            if origin := self.origins.get(".".join(parts[:length])):
+        above = key
+        while above:
+            if origin := self.origins.get(above):
                 return origin
-        below = [origin for other, origin in self.origins.items() if other.startswith(f"{key}.")]
-        return below[0] if below else "default"
+            above = above.rpartition(".")[0]
+        below = (origin for other, origin in self.origins.items() if other.startswith(f"{key}."))
+        return next(below, "default")
 
     @property
     def notes(self) -> list[str]:
@@ -100,14 +101,10 @@ def config_of(settings: Mapping[str, Any]) -> LoadedConfig:
 def _checked(
     tree: dict[str, Any], origins: dict[str, str], missing: dict[str, str]
 ) -> LoadedConfig:
+    """The config, with a default of `sampling.max_tokens` that leaves half of the model's context to the prompt."""
     tree = models_of_runs(_refuse_depth(tree))
     refuse_secrets(tree)
     loaded = LoadedConfig(config=validate(tree), origins=origins, missing=missing)
-    return _fit_context(loaded, tree)
-
-
-def _fit_context(loaded: LoadedConfig, tree: dict[str, Any]) -> LoadedConfig:
-    """The config with a default of `sampling.max_tokens` that leaves half of the model's context to the prompt."""
     key, model = "sampling.max_tokens", loaded.config.model.path
     is_local = model == "demo" or (Path(model).expanduser() / "config.json").is_file()
     context = context_length(model) if is_local else None
@@ -116,7 +113,7 @@ def _fit_context(loaded: LoadedConfig, tree: dict[str, Any]) -> LoadedConfig:
         return loaded
     _put(tree, key, max(1, context // 2))
     why = f"{_LOWERED} from {default}: the context of the model {model} has {context} tokens"
-    return LoadedConfig(validate(tree), {**loaded.origins, key: why}, loaded.missing)
+    return LoadedConfig(validate(tree), {**origins, key: why}, missing)
 
 
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
@@ -287,45 +284,36 @@ def _lines(
         value, key = getattr(section, name), f"{prefix}{name}"
         if isinstance(value, BaseModel):
             tables += _lines(value, tree[name], f"{key}.", loaded, only)
-        elif _is_table_of_sections(value):
+        elif isinstance(value, dict) and any(isinstance(v, BaseModel) for v in value.values()):
             for item, inner in value.items():
                 table = f"{key}.{toml_key(item)}."
                 tables += _lines(inner, tree[name][item], table, loaded, only)
         elif only in key.lower() or only in (info.description or "").lower():
-            settings += _setting(name, tree[name], info, loaded.origin(key))
+            doc = " ".join((info.description or "").split())
+            allowed = f" Allowed: {words}." if (words := _allowed(info)) else ""
+            written = tree[name]
+            setting = f"# {name} = (not set)"
+            if written is not None:
+                setting = f"{name} = {toml_value(written)}"
+            settings += [f"# {doc}{allowed} ({loaded.origin(key)})", setting, ""]
     if settings and prefix:
         yield f"[{prefix.removesuffix('.')}]"
     yield from settings
     yield from tables
 
 
-def _is_table_of_sections(value: object) -> bool:
-    items = value.values() if isinstance(value, dict) else ()
-    return bool(items) and all(isinstance(item, BaseModel) for item in items)
-
-
-def _setting(name: str, value: Any, field: FieldInfo, origin: str) -> Iterator[str]:
-    doc = " ".join((field.description or "").split())
-    allowed = _allowed(field)
-    yield f"# {doc}{f' Allowed: {allowed}.' if allowed else ''} ({origin})"
-    yield f"# {name} = (not set)" if value is None else f"{name} = {toml_value(value)}"
-    yield ""
-
-
 def _allowed(field: FieldInfo) -> str:
     """The values that a field takes, if its type limits them."""
-    kinds = [field.annotation]
-    if get_origin(field.annotation) in (Union, types.UnionType):
-        kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)]
-    for kind in kinds:
+    is_union = get_origin(field.annotation) in (Union, types.UnionType)
+    for kind in get_args(field.annotation) if is_union else [field.annotation]:
         if get_origin(kind) is Literal:
             return " | ".join(str(value) for value in get_args(kind))
         if kind is bool:
             return "true | false"
-    words = {Ge: "at least {}", Gt: "above {}", Le: "at most {}", Lt: "below {}"}
-    bounds = []
-    for bound in field.metadata:
-        for kind, text in words.items():
-            if isinstance(bound, kind):
-                bounds.append(text.format(f"{getattr(bound, kind.__name__.lower()):g}"))
-    return ", ".join(bounds)
+    words = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
+    return ", ".join(
+        f"{text} {getattr(bound, kind.__name__.lower()):g}"
+        for bound in field.metadata
+        for kind, text in words.items()
+        if isinstance(bound, kind)
+    )

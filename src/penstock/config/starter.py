@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from string import Template
-from typing import Literal
 
 from penstock.config.plugins import beside
 from penstock.config.source import load_config, toml_value
 from penstock.errors import UserError
 
-RewardKind = Literal["tags", "boxed", "own"]
-REWARD_KINDS: tuple[RewardKind, ...] = ("tags", "boxed", "own")
 DEMO_TOKENS, OTHER_TOKENS = 24, 512
 
 _ASK = {
@@ -23,35 +19,68 @@ _ASK = {
     "boxed": "Reason step by step and put the final answer in \\boxed{}.",
     "own": "Answer with a number.",
 }
+_REWARDS = {
+    "tags": '[{ type = "think_answer_tags", options = { equality = "numeric" } }]',
+    "boxed": '[{ type = "boxed" }]',
+    "own": '[{ type = "reward.py:score" }]',
+}
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Answers:
-    """What a user was asked."""
+def write_starter(
+    folder: Path,
+    *,
+    model: str = "demo",
+    data: str = "",
+    eval_data: str = "",
+    reward: str = "tags",
+    max_tokens: int = 0,
+    steps: int = 20,
+) -> list[Path]:
+    """Write the files into a folder that has none of them; return their paths, the config first.
 
-    model: str = "demo"  # a folder or hub name
-    data: str = ""  # a file with prompts and answers; empty: write a sample
-    eval_data: str = ""  # beside data: one with other problems; empty: nothing is evaluated
-    reward: RewardKind = "tags"
-    max_tokens: int = 0  # of a response; 0: what suits the model
-    steps: int = 20
-
-
-def write_starter(folder: Path, answers: Answers) -> list[Path]:
-    """Write the files into a folder that has none of them; return their paths, the config first."""
-    if answers.reward not in REWARD_KINDS:
-        raise UserError(f"--reward: got {answers.reward!r}, allowed: {', '.join(REWARD_KINDS)}")
-    if answers.eval_data and not answers.data:
-        raise UserError(f"--eval-data: got {answers.eval_data!r} without --data, allowed: both")
-    for option, name in (("--data", answers.data), ("--eval-data", answers.eval_data)):
+    data: a file with prompts and answers; empty: write a sample. eval_data: beside data, one with other problems;
+    empty: nothing is evaluated. max_tokens: of a response; 0: what suits the model.
+    """
+    if reward not in _REWARDS:
+        raise UserError(f"--reward: got {reward!r}, allowed: {', '.join(_REWARDS)}")
+    if eval_data and not data:
+        raise UserError(f"--eval-data: got {eval_data!r} without --data, allowed: both")
+    for option, name in (("--data", data), ("--eval-data", eval_data)):
         _, missing = beside({"tasks": {"train": {"data": name}}}, Path())
         for text in missing.values():
             raise UserError(f"{option}: {text}")
-    files = {"train.toml": _config(folder, answers)}
-    if answers.reward == "own":
+    demo = model == "demo"
+    judged = eval_data if data else "test.jsonl"
+    evaluation = _template("evaluation.toml").substitute(
+        rewards=_REWARDS[reward],
+        data=toml_value(_from(folder, judged) or "test.jsonl"),
+        every=max(1, min(10, steps // 2)),
+    )
+    if not judged:  # nothing yet to evaluate on: as comments
+        evaluation = "".join(f"# {line}".rstrip() + "\n" for line in evaluation.splitlines())
+    config = _template("train.toml").substitute(
+        path=(folder / "train.toml").as_posix(),
+        model=toml_value(_from(folder, model)),
+        data=toml_value(_from(folder, data) or "train.jsonl"),
+        system="" if demo else f"system_prompt = {toml_value(_ASK[reward])}\n",
+        rewards=_REWARDS[reward],
+        tokens=max_tokens or (DEMO_TOKENS if demo else OTHER_TOKENS),
+        steps=steps,
+        groups=32 if demo else 16,
+        lr="1e-4" if demo else "1e-6",
+        evaluation=evaluation,
+    )
+    files = {"train.toml": config}
+    if reward == "own":
         files["reward.py"] = _template("reward.txt").template
-    if not answers.data:
-        files |= _sample(answers)
+    if not data:  # sums of two numbers, 200 to train on and 50 others to evaluate
+        numbers = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+        asked = "{}+{}" if demo else "What is {} + {}?"
+        rows = [
+            json.dumps({"prompt": asked.format(a, b), "gt_answer": str(a + b)}) + "\n"
+            for a, b in random.Random(0).sample(numbers, 250)
+        ]
+        files |= {"train.jsonl": "".join(rows[:200]), "test.jsonl": "".join(rows[200:])}
     for name in files:
         if (folder / name).exists():
             raise UserError(f"init: {folder / name} exists already, allowed: a folder without it")
@@ -60,56 +89,6 @@ def write_starter(folder: Path, answers: Answers) -> list[Path]:
         (folder / name).write_text(text, encoding="utf-8")
     load_config(folder / "train.toml")
     return [folder / name for name in files]
-
-
-def _sample(answers: Answers) -> dict[str, str]:
-    """Sums of two numbers, 200 to train on and 50 others to evaluate."""
-    choice = random.Random(0)
-    pairs = choice.sample([(a, b) for a in range(10, 100) for b in range(10, 100)], 250)
-    asked = "{}+{}" if answers.model == "demo" else "What is {} + {}?"
-    lines = [
-        json.dumps({"prompt": asked.format(a, b), "gt_answer": str(a + b)}) + "\n" for a, b in pairs
-    ]
-    return {"train.jsonl": "".join(lines[:200]), "test.jsonl": "".join(lines[200:])}
-
-
-def _reward(answers: Answers) -> str:
-    if answers.reward == "own":
-        return '[{ type = "reward.py:score" }]'
-    if answers.reward == "boxed":
-        return '[{ type = "boxed" }]'
-    return '[{ type = "think_answer_tags", options = { equality = "numeric" } }]'
-
-
-def _config(folder: Path, answers: Answers) -> str:
-    demo = answers.model == "demo"
-    tokens = answers.max_tokens or (DEMO_TOKENS if demo else OTHER_TOKENS)
-    data = _from(folder, answers.data) or "train.jsonl"
-    system = "" if demo else f"system_prompt = {toml_value(_ASK[answers.reward])}\n"
-    rewards = _reward(answers)
-    return _template("train.toml").substitute(
-        path=(folder / "train.toml").as_posix(),
-        model=toml_value(_from(folder, answers.model)),
-        data=toml_value(data),
-        system=system,
-        rewards=rewards,
-        tokens=tokens,
-        steps=answers.steps,
-        groups=32 if demo else 16,
-        lr="1e-4" if demo else "1e-6",
-        evaluation=_evaluation(folder, answers),
-    )
-
-
-def _evaluation(folder: Path, answers: Answers) -> str:
-    """The tables of the evaluation; as comments if there is nothing yet to evaluate on."""
-    data = answers.eval_data if answers.data else "test.jsonl"
-    text = _template("evaluation.toml").substitute(
-        rewards=_reward(answers),
-        data=toml_value(_from(folder, data) or "test.jsonl"),
-        every=max(1, min(10, answers.steps // 2)),
-    )
-    return text if data else "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
 
 
 def _template(name: str) -> Template:

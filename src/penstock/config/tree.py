@@ -25,6 +25,7 @@ from penstock.config.sections import (
     Section,
     SyncConfig,
     TaskConfig,
+    TaskDataConfig,
     TeacherConfig,
     TrackConfig,
     TrainConfig,
@@ -66,17 +67,13 @@ class Config(Section):
 
         The conversation of an agent grows with each turn, and a judge reads a rubric and responses.
         """
-        tasks = (*self.tasks.values(), *self.eval.tasks.values())
-        if any(task.agent != "single_turn" or task.is_judged_by_policy for task in tasks):
+        tasks: list[tuple[TaskDataConfig, SamplingConfig]] = [
+            (task, self.task_sampling(name)) for name, task in self.tasks.items()
+        ]
+        tasks += [(task, self.eval_sampling(name)) for name, task in self.eval.tasks.items()]
+        if any(task.agent != "single_turn" or task.is_judged_by_policy for task, _ in tasks):
             return 0
-        lengths = [
-            task.max_prompt_tokens + self.task_sampling(name).max_tokens
-            for name, task in self.tasks.items()
-        ]
-        lengths += [
-            task.max_prompt_tokens + self.eval_sampling(name).max_tokens
-            for name, task in self.eval.tasks.items()
-        ]
+        lengths = (task.max_prompt_tokens + sampling.max_tokens for task, sampling in tasks)
         return max(lengths, default=0)
 
     @property
@@ -170,8 +167,11 @@ class Config(Section):
         if not isinstance(tree, dict) or not isinstance(tree.get("eval"), dict):
             return tree
         tasks, evaluations = tree.get("tasks", {}), tree["eval"].get("tasks", {})
-        if not all(_is_table_of_tables(tables) for tables in (tasks, evaluations)):
-            return tree
+        for tables in (tasks, evaluations):  # a wrong type is named later
+            if not isinstance(tables, dict) or not tables:
+                return tree
+            if not all(isinstance(table, dict) for table in tables.values()):
+                return tree
         shared = {
             key: values[0]
             for key in _INHERITED
@@ -241,12 +241,6 @@ def _trained_by(task: dict[str, Any], run: str | None) -> str | None:
     return named if isinstance(named, str) else named.get("name", run)
 
 
-def _is_table_of_tables(value: Any) -> bool:
-    return (
-        isinstance(value, dict) and bool(value) and all(isinstance(v, dict) for v in value.values())
-    )
-
-
 def _check_tasks(config: Config) -> None:
     if not config.tasks:
         raise ValueError("tasks: got none, allowed: at least one [tasks.NAME]")
@@ -267,8 +261,8 @@ def _check_tasks(config: Config) -> None:
             )
 
 
-def _check_servers(config: Config) -> None:
-    """Refuse openai engines that are not as many as their servers."""
+def _check_kinds(config: Config) -> None:
+    """Refuse openai engines that are not as many as their servers, and an update of one kind alone."""
     counts = [(kind.count, place) for place, kind in enumerate(config.launch.producer_kinds)]
     plain = config.launch.num_producers - sum(count for count, _ in counts)
     for engines, place in [*counts, (plain, None)]:
@@ -280,12 +274,7 @@ def _check_servers(config: Config) -> None:
                 f"launch.{key}: got {engines} engines, allowed: {servers}, one for each server of "
                 "engine.options.urls"
             )
-
-
-def _check_kinds(config: Config) -> None:
-    _check_servers(config)
     for place, kind in enumerate(config.launch.producer_kinds):
-        config.engine_of_kind(place)
         if "update" in kind.engine:
             raise ValueError(
                 f"launch.producer_kinds[{place}].engine: got update, allowed: engine.update, which "

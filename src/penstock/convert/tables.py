@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -81,11 +81,6 @@ def trackers(value: Any) -> list[str]:
     return ["console", *(name for name in ("tensorboard", "wandb") if name in str(value).lower())]
 
 
-def _rewards(value: Any) -> list[dict[str, Any]]:
-    names = value if isinstance(value, list) else str(value).split()
-    return [{"type": str(name)} for name in names]
-
-
 def _reward_file(path: str) -> list[dict[str, Any]]:
     if not path.endswith(".py"):
         raise ValueError("an address of a server")
@@ -113,7 +108,9 @@ TRANSLATIONS: dict[str, Callable[[Any], Any]] = {
     "floats": lambda numbers: [float(number) for number in words_of(numbers)],
     "list": list,
     "words": words_of,
-    "rewards": _rewards,
+    "rewards": lambda names: [
+        {"type": str(name)} for name in (names if isinstance(names, list) else str(names).split())
+    ],
     "reward_file": _reward_file,
     "reward_model": lambda path: [{"type": "reward_model", "options": {"path": str(path)}}],
     "trackers": trackers,
@@ -154,13 +151,6 @@ class Rule:
         return value if name is None else {"true": True, "false": False}.get(name, name)
 
 
-def _default(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def rules(table: str) -> dict[str, Rule]:
     """The rules of a table by their words, in every spelling."""
     return {
@@ -175,12 +165,19 @@ SPELLINGS = {  # other spelling: word
     system: {other: row["word"].split()[0] for row in rows(system) for other in row["word"].split()}
     for system in SYSTEMS
 }
-DEFAULTS = {  # key, value, note
-    system: [
-        (row["key"], _default(row["value"]), row["note"]) for row in rows(system) if not row["word"]
-    ]
-    for system in SYSTEMS
-}
+
+
+def _defaults(system: str) -> Iterator[tuple[str, Any, str]]:
+    for row in rows(system):
+        if not row["word"]:
+            try:
+                value = json.loads(row["value"])
+            except ValueError:
+                value = row["value"]
+            yield row["key"], value, row["note"]
+
+
+DEFAULTS = {system: list(_defaults(system)) for system in SYSTEMS}  # key, value, note
 
 
 def rule_of(system: str, word: str) -> Rule | None:

@@ -48,7 +48,11 @@ def _trl(conversion: Conversion) -> None:
         conversion.put(
             "algorithm.kl_estimator", "k3_weighted", "use_bias_correction_kl, on by default"
         )
-    _weigh(conversion, conversion.take("reward_weights"))
+    weights, rewards = conversion.take("reward_weights"), conversion.value(f"{TASK}.rewards", [])
+    numbers = weights if isinstance(weights, list) else str(weights or "").split()
+    if len(numbers) == len(rewards):
+        for reward, weight in zip(rewards, numbers, strict=True):
+            reward["weight"] = float(weight)
     _warm_up(conversion, conversion.take("warmup_ratio"))
 
 
@@ -147,7 +151,22 @@ def _verl(conversion: Conversion) -> None:
     mini = conversion.take(f"{actor}.ppo_mini_batch_size", min(256, prompts))
     if int(mini) < prompts:
         conversion.put("train.mini_batches", prompts // int(mini), f"ppo_mini_batch_size = {mini}")
-    _verl_kl(conversion, bool(conversion.take(f"{actor}.use_kl_loss", False)))
+    in_reward = conversion.take("algorithm.use_kl_in_reward", False)
+    beta = conversion.take("algorithm.kl_ctrl.kl_coef", 0.001)
+    penalty = conversion.take("algorithm.kl_penalty", "kl")
+    kind = Rule("", "low_var_kl>k3 kl>k1 mse>k2 abs>k2").value(penalty)
+    if bool(conversion.take(f"{actor}.use_kl_loss", False)):
+        conversion.settings.setdefault("algorithm.kl_beta", (0.001, "verl's default"))
+        conversion.put("algorithm.kl_in", "loss", "use_kl_loss")
+        if in_reward:
+            conversion.left.append("use_kl_in_reward beside use_kl_loss: one place at a time")
+    elif in_reward:
+        conversion.put("algorithm.kl_beta", beta, "kl_ctrl.kl_coef")
+        conversion.put("algorithm.kl_in", "reward", "use_kl_in_reward")
+        conversion.put("algorithm.kl_estimator", kind, "verl's kl_penalty")
+    else:
+        conversion.put("algorithm.kl_beta", 0.0, "neither use_kl_loss nor use_kl_in_reward")
+        conversion.settings.pop("algorithm.kl_estimator", None)
     loss = str(conversion.take(f"{actor}.policy_loss.loss_mode", "vanilla"))
     if loss in _VERL_LOSSES:
         conversion.put("algorithm.name", _VERL_LOSSES[loss], f"loss_mode = {loss}")
@@ -197,27 +216,6 @@ def _verl(conversion: Conversion) -> None:
 _VERL_LOSSES = {"gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo"}
 
 
-def _verl_kl(conversion: Conversion, in_loss: bool) -> None:
-    """Translate the KL term: its weight and its estimator are other words in the loss than in the reward."""
-    in_reward = conversion.take("algorithm.use_kl_in_reward", False)
-    beta = conversion.take("algorithm.kl_ctrl.kl_coef", 0.001)
-    kind = Rule("", "low_var_kl>k3 kl>k1 mse>k2 abs>k2").value(
-        conversion.take("algorithm.kl_penalty", "kl")
-    )
-    if in_loss:
-        conversion.settings.setdefault("algorithm.kl_beta", (0.001, "verl's default"))
-        conversion.put("algorithm.kl_in", "loss", "use_kl_loss")
-        if in_reward:
-            conversion.left.append("use_kl_in_reward beside use_kl_loss: one place at a time")
-    elif in_reward:
-        conversion.put("algorithm.kl_beta", beta, "kl_ctrl.kl_coef")
-        conversion.put("algorithm.kl_in", "reward", "use_kl_in_reward")
-        conversion.put("algorithm.kl_estimator", kind, "verl's kl_penalty")
-    else:
-        conversion.put("algorithm.kl_beta", 0.0, "neither use_kl_loss nor use_kl_in_reward")
-        conversion.settings.pop("algorithm.kl_estimator", None)
-
-
 def _openrlhf(conversion: Conversion) -> None:
     generations = int(conversion.value("sampling.num_generations"))
     prompts = int(conversion.value("train.groups_per_step"))
@@ -228,19 +226,6 @@ def _openrlhf(conversion: Conversion) -> None:
     length = int(conversion.take("max_len", 2048))
     said = f"max_len = {length}, there of prompt and response"
     conversion.settings.setdefault("sampling.max_tokens", (length, said))
-    _openrlhf_loss(conversion)
-    _rloo_of_tokens(conversion)
-    _value_model(conversion, 9e-6)
-    nodes, each = conversion.take("actor_num_nodes", 1), conversion.take("actor_num_gpus_per_node")
-    if each is not None:
-        conversion.put("launch.num_consumers", int(nodes) * int(each), "actor nodes x GPUs")
-    queue = int(conversion.take("async_queue_size", 1))
-    if conversion.value("produce.strategy", "sync") == "async":
-        conversion.put("produce.max_staleness", queue, f"async_queue_size = {queue}")
-    _warm_up(conversion, conversion.take("lr_warmup_ratio", 0.03))
-
-
-def _openrlhf_loss(conversion: Conversion) -> None:
     clip = conversion.take("eps_clip")
     bounds = str(conversion.take("eps_clip_low_high", "")).split()
     low, high = bounds if len(bounds) == 2 else (clip, clip)
@@ -260,6 +245,15 @@ def _openrlhf_loss(conversion: Conversion) -> None:
             "KL in the reward: there each token pays it after the group is compared; here with a group baseline "
             "a rollout pays its whole KL before; algorithm.kl_beta = 0, or kl_in = 'loss', means the same in both"
         )
+    _rloo_of_tokens(conversion)
+    _value_model(conversion, 9e-6)
+    nodes, each = conversion.take("actor_num_nodes", 1), conversion.take("actor_num_gpus_per_node")
+    if each is not None:
+        conversion.put("launch.num_consumers", int(nodes) * int(each), "actor nodes x GPUs")
+    queue = int(conversion.take("async_queue_size", 1))
+    if conversion.value("produce.strategy", "sync") == "async":
+        conversion.put("produce.max_staleness", queue, f"async_queue_size = {queue}")
+    _warm_up(conversion, conversion.take("lr_warmup_ratio", 0.03))
 
 
 def _openrlhf_correction(conversion: Conversion) -> None:
@@ -288,35 +282,18 @@ def _colossalai(conversion: Conversion) -> None:
         if algorithm == "DAPO":
             conversion.put("algorithm.filter_range", [0.01, 0.7], "rl_example_zero_bubble.py")
     conversion.words.setdefault("eval_interval", 100 if zero_bubble else -1)
-    _colossalai_sizes(conversion)
-    _colossalai_rewards(conversion)
-    _colossalai_sampling(conversion)
-    checkpoint = conversion.take("checkpoint_path")
-    if checkpoint:
-        model = conversion.value("model.path", None)
-        if model and "model.tokenizer" not in conversion.settings:
-            conversion.put("model.tokenizer", model, "the tokenizer of model")
-        conversion.put("model.path", str(checkpoint), "checkpoint_path; the optimizer starts anew")
-
-
-def _colossalai_sizes(conversion: Conversion) -> None:
-    """Translate prompts of one rank and of one producer into those of an update and of a sync period."""
+    # prompts of one rank and of one producer become those of an update and of a sync period
     copies = [int(conversion.value(f"train.parallel.{axis}", 1)) for axis in ("tensor", "pipeline")]
     ranks = max(1, int(conversion.value("launch.num_consumers")) // math.prod(copies))
     each = int(conversion.take("train_batch_size", 32))
     update = each * ranks
     conversion.put("train.groups_per_step", update, f"{each} prompts of each of {ranks} ranks")
-    each, producers = (
-        int(conversion.take("inference_batch_size", 64)),
-        int(conversion.value("launch.num_producers")),
-    )
+    each = int(conversion.take("inference_batch_size", 64))
+    producers = int(conversion.value("launch.num_producers"))
     said = f"{each} prompts of each of {producers} producers"
     conversion.put("sync.every_steps", max(1, each * producers // update), said)
     if each * producers % update:
         conversion.left.append(f"inference_batch_size: {said}, {update} an update: no whole number")
-
-
-def _colossalai_rewards(conversion: Conversion) -> None:
     servers = str(conversion.take("code_verifier_api_url", "")).replace(",", " ").split()
     name = str(conversion.take("reward_type", "code" if servers else "think_answer_tags"))
     said = "reward_type; a right answer is 1 here, 10 there"
@@ -326,13 +303,18 @@ def _colossalai_rewards(conversion: Conversion) -> None:
         conversion.put(f"{TASK}.system_prompt", prompt, f"its default for {name}, in our words")
     if stop:
         conversion.put("sampling.stop", stop, f"its default for {name}")
+    _colossalai_sampling(conversion)
+    checkpoint = conversion.take("checkpoint_path")
+    if checkpoint:
+        model = conversion.value("model.path", None)
+        if model and "model.tokenizer" not in conversion.settings:
+            conversion.put("model.tokenizer", model, "the tokenizer of model")
+        conversion.put("model.path", str(checkpoint), "checkpoint_path; the optimizer starts anew")
 
 
 def _colossalai_sampling(conversion: Conversion) -> None:
-    engine, shards = (
-        conversion.value("engine.name", "transformers"),
-        "producer_tensor_parallel_size",
-    )
+    engine = conversion.value("engine.name", "transformers")
+    shards = "producer_tensor_parallel_size"
     limit = conversion.take("top_k")
     if limit is None and engine == "transformers":
         conversion.put("sampling.top_k", 50, "its default with the transformers backend")
@@ -346,17 +328,13 @@ def _colossalai_sampling(conversion: Conversion) -> None:
     conversion.put("eval.every_steps", max(0, every), f"eval_interval = {every}")
     conversion.put("eval.at_start", every > 0, f"eval_interval = {every}")
     if data := conversion.take("eval_dataset"):
-        for name, path in _json_or(data, "heldout").items():
+        try:
+            table = json.loads(data)
+        except (TypeError, ValueError):
+            table = None
+        tasks = table if isinstance(table, dict) else {"heldout": data}
+        for name, path in tasks.items():
             conversion.put(f"eval.tasks.{task_name(name)}.data", str(path), "eval_dataset")
-
-
-def _json_or(text: Any, name: str) -> dict[str, Any]:
-    """The table that a text is as JSON; another text is the table's only value, of this name."""
-    try:
-        table = json.loads(text)
-    except (TypeError, ValueError):
-        return {name: text}
-    return table if isinstance(table, dict) else {name: text}
 
 
 def _xtuner(conversion: Conversion) -> None:
@@ -381,7 +359,16 @@ def _xtuner(conversion: Conversion) -> None:
         lr = float(conversion.value("train.lr"))
         conversion.put("train.min_lr_ratio", min(1.0, float(least) / lr), f"lr_min = {least}")
     _warm_up(conversion, conversion.take("LRConfig.warmup_ratio", 0.03))
-    _xtuner_correction(conversion, f"{loss}rollout_is.rollout_is_")
+    prefix = f"{loss}rollout_is.rollout_is_"
+    bounds = conversion.take(f"{prefix}threshold")
+    level = conversion.take(f"{prefix}level", "token")
+    mode = conversion.take(f"{prefix}mode", "truncate")
+    if level not in ("token", "sequence") or mode not in ("truncate", "mask"):
+        conversion.left.append(f"{prefix}level = {level}, mode = {mode}: algorithm.correction.kind")
+    elif isinstance(bounds, list):
+        _correct(conversion, f"{level}_{mode}", sorted(bounds), f"rollout_is: {level}, {mode}")
+    else:
+        conversion.put("algorithm.correction.newest", "trainer", "it computes old log-probs again")
     _rloo_of_tokens(conversion)
     whole = conversion.take(f"{trainer}resources.num_workers")
     ranks = conversion.take(f"{trainer}train_resources.num_workers", whole)
@@ -395,20 +382,6 @@ def _xtuner(conversion: Conversion) -> None:
         )
     if conversion.value("produce.strategy") == "sync":
         conversion.put("sync.on_update", "keep", "nothing runs at an update with the sync strategy")
-
-
-def _xtuner_correction(conversion: Conversion, prefix: str) -> None:
-    bounds = conversion.take(f"{prefix}threshold")
-    level, mode = (
-        conversion.take(f"{prefix}level", "token"),
-        conversion.take(f"{prefix}mode", "truncate"),
-    )
-    if level not in ("token", "sequence") or mode not in ("truncate", "mask"):
-        conversion.left.append(f"{prefix}level = {level}, mode = {mode}: algorithm.correction.kind")
-    elif isinstance(bounds, list):
-        _correct(conversion, f"{level}_{mode}", sorted(bounds), f"rollout_is: {level}, {mode}")
-    else:
-        conversion.put("algorithm.correction.newest", "trainer", "it computes old log-probs again")
 
 
 TOGETHER: dict[str, Callable[[Conversion], None]] = {
@@ -462,26 +435,12 @@ def _bounds_of_tokens(conversion: Conversion) -> None:
     for bound in ("algorithm.clip_low", "algorithm.clip_high"):
         conversion.settings.setdefault(bound, (0.2, "its default"))
         if conversion.value("algorithm.name") == "sapo":
-            conversion.settings.pop(bound)
-
-
-def _weigh(conversion: Conversion, weights: Any) -> None:
-    """Give the rewards their weights."""
-    key = f"{TASK}.rewards"
-    rewards = conversion.value(key, [])
-    numbers = weights if isinstance(weights, list) else str(weights or "").split()
-    if len(numbers) == len(rewards):
-        for reward, weight in zip(rewards, numbers, strict=True):
-            reward["weight"] = float(weight)
+            del conversion.settings[bound]
 
 
 def _warm_up(conversion: Conversion, share: Any) -> None:
-    if not share:
-        return
-    steps = conversion.value("train.steps", 0)
-    if steps:
-        conversion.put(
-            "train.warmup_steps", int(float(share) * int(steps)), f"{share} of the steps"
-        )
-    else:
+    steps = int(conversion.value("train.steps", 0))
+    if share and steps:
+        conversion.put("train.warmup_steps", int(float(share) * steps), f"{share} of the steps")
+    elif share:
         conversion.left.append(f"warm-up over {share} of the run: set train.warmup_steps")

@@ -48,7 +48,16 @@ def read_words(path: Path, system: str) -> dict[str, Any]:
     if path.suffix == ".py":
         words = _of_python(text, path, system)
     elif path.suffix in (".yaml", ".yml", ".json"):
-        words = _of_tree(text, path)
+        import yaml  # type: ignore[import-untyped, unused-ignore]
+
+        try:
+            tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        except (ValueError, yaml.YAMLError) as error:
+            line = " ".join(str(error).split())
+            raise UserError(f"convert: {path} is no {path.suffix[1:]} file: {line}") from None
+        if not isinstance(tree, dict):
+            raise UserError(f"convert: got {path} without names, allowed: a table of settings")
+        words = {_plain(word): value for word, value in flat(tree).items()}
     else:
         words = _of_command(text)
     if not words:
@@ -58,19 +67,6 @@ def read_words(path: Path, system: str) -> dict[str, Any]:
         )
     home = {"HOME": str(Path.home())}
     return {word: _filled(v, home) if type(v) is str else v for word, v in words.items()}
-
-
-def _of_tree(text: str, path: Path) -> dict[str, Any]:
-    import yaml  # type: ignore[import-untyped, unused-ignore]
-
-    try:
-        tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
-        line = " ".join(str(error).split())
-        raise UserError(f"convert: {path} is no {path.suffix[1:]} file: {line}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"convert: got {path} without names, allowed: a table of settings")
-    return {_plain(word): value for word, value in flat(tree).items()}
 
 
 def _of_command(text: str) -> dict[str, Any]:
@@ -92,17 +88,16 @@ def _of_command(text: str) -> dict[str, Any]:
                 if match := _ASSIGNED.match(token):
                     variables[match[1]] = _filled(match[2], variables)
             continue
-        words |= _of_tokens([part for token in tokens for part in _parts(token, variables)])
+        parts = list[str]()
+        for token in tokens:  # one that is a variable alone may stand for several
+            filled = _filled(token, variables)
+            is_several = filled != token and _VARIABLE.fullmatch(token)
+            parts += filled.split() if is_several else [filled]
+        words |= _of_tokens(parts)
     if unread:
         first = unread.strip().splitlines()[0]
         raise UserError(f"convert: cannot read the line {first[:80]!r}: No closing quotation")
     return words
-
-
-def _parts(token: str, variables: dict[str, str]) -> list[str]:
-    """A token with its variables filled in; one that is a variable alone may stand for several."""
-    filled = _filled(token, variables)
-    return filled.split() if filled != token and _VARIABLE.fullmatch(token) else [filled]
 
 
 def _filled(text: str, variables: dict[str, str]) -> str:
@@ -158,13 +153,10 @@ def _settings(tokens: list[str]) -> dict[str, Any]:
         name, equals, value = token.partition("=")
         is_flag = re.match(r"--?[A-Za-z]", token) is not None
         is_dotted = equals and re.match(r"^[+~]{0,2}[A-Za-z_]\w*(\.\w+)+$", name) is not None
-        if (
-            token.startswith("$") or "[@]" in token
-        ):  # what the script was given, or what it computes
+        if token.startswith("$") or "[@]" in token:  # what the script was given, or computes
             if flag and "@" not in token:
                 words[flag], flag = Unread(token), ""
-            continue
-        if (is_flag and equals) or is_dotted or (equals and not flag):
+        elif (is_flag and equals) or is_dotted or (equals and not flag):
             words[_plain(name)], flag = Unread(value) if "$" in value else value, ""
         elif is_flag:
             flag = _plain(token)
@@ -418,11 +410,17 @@ def _computed(node: ast.BinOp, names: dict[str, Any]) -> Any:
 
 
 def _called(node: ast.Call, names: dict[str, Any]) -> Any:
-    function, arguments = (
-        ast.unparse(node.func),
-        [_value(argument, names) for argument in node.args],
-    )
-    fields = _fields(node, names)
+    function = ast.unparse(node.func)
+    arguments = [_value(argument, names) for argument in node.args]
+    fields: dict[str, Any] = {}  # also of a `**dict`; one that cannot be read is a field `**NAME`
+    for word in node.keywords:
+        value = _value(word.value, names)
+        if word.arg:
+            fields[word.arg] = value
+        elif isinstance(value, dict):
+            fields |= value
+        else:
+            fields[f"**{ast.unparse(word.value)}"] = Unread(ast.unparse(word.value))
     name = function.rpartition(".")[2]
     if name == "load_dataset":
         return Part(name, {**dict(zip(("path", "name"), arguments, strict=False)), **fields})
@@ -448,20 +446,6 @@ def _called(node: ast.Call, names: dict[str, Any]) -> Any:
     if arguments or not (is_config or function == "dict") or not (is_whole or name == "GRPOConfig"):
         return Unread(ast.unparse(node))
     return Part(name, fields) if is_config else fields
-
-
-def _fields(node: ast.Call, names: dict[str, Any]) -> dict[str, Any]:
-    """The fields that a call names, also in a `**dict`; one that cannot be read is a field `**NAME`."""
-    fields: dict[str, Any] = {}
-    for word in node.keywords:
-        value = _value(word.value, names)
-        if word.arg:
-            fields[word.arg] = value
-        elif isinstance(value, dict):
-            fields |= value
-        else:
-            fields[f"**{ast.unparse(word.value)}"] = Unread(ast.unparse(word.value))
-    return fields
 
 
 def _variable(node: ast.expr, name: Any, default: Any) -> Any:

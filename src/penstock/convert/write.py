@@ -46,7 +46,13 @@ def write_config(system: str, file: Path, out: Path | None = None) -> Path:
 def convert(system: str, path: Path, out: Path | None = None) -> str:
     """The TOML for a command line or a config file of `system`; `out` is where it will be."""
     spellings, words = SPELLINGS[system], read_words(path, system)
-    _check_system(system, path, words)
+    known = {name: sum(rule_of(name, word) is not None for word in words) for name in WORDS}
+    likely = max(known, key=lambda name: known[name])
+    if 2 * known[system] < known[likely]:
+        raise UserError(
+            f"convert: {system} knows {known[system]} of the {len(words)} settings of {path}, {likely} knows "
+            f"{known[likely]}; did you mean: penstock convert {likely} {path}?"
+        )
     conversion = Conversion({spellings.get(word, word): value for word, value in words.items()})
     for key, value, note in DEFAULTS[system]:
         conversion.put(key, value, note)
@@ -63,17 +69,6 @@ def convert(system: str, path: Path, out: Path | None = None) -> str:
     ]
     _complete(conversion)
     return _text(system, path, out or Path(f"{path.stem}.toml"), conversion)
-
-
-def _check_system(system: str, path: Path, words: dict[str, Any]) -> None:
-    """Refuse a file that another system knows far more words of."""
-    known = {name: sum(rule_of(name, word) is not None for word in words) for name in WORDS}
-    likely = max(known, key=lambda name: known[name])
-    if 2 * known[system] < known[likely]:
-        raise UserError(
-            f"convert: {system} knows {known[system]} of the {len(words)} settings of {path}, {likely} knows "
-            f"{known[likely]}; did you mean: penstock convert {likely} {path}?"
-        )
 
 
 def _translate(conversion: Conversion, word: str, value: Any, rule: Rule | None) -> None:
@@ -171,10 +166,8 @@ def _complete(conversion: Conversion) -> None:
     ranks = math.prod(int(conversion.value(f"train.parallel.{axis}", 1)) for axis in axes)
     if int(conversion.value("launch.num_consumers", 1)) < ranks:
         conversion.put("launch.num_consumers", ranks, "SAY HERE how many GPUs train")
-    if "engine.name" not in conversion.settings and any(
-        key.startswith("engine.options.") for key in conversion.settings
-    ):
-        conversion.put("engine.name", "vllm", "its settings are given")
+    if any(key.startswith("engine.options.") for key in conversion.settings):
+        conversion.settings.setdefault("engine.name", ("vllm", "its settings are given"))
 
 
 # ---- the text
@@ -186,10 +179,9 @@ def _text(system: str, path: Path, out: Path, conversion: Conversion) -> str:
     sections: dict[str, list[str]] = {}
     for key, (value, comment) in conversion.settings.items():
         section, _, name = key.rpartition(".")
-        line = f"{toml_key(name)} = {toml_value(value)}"
-        sections.setdefault(section, []).append(
-            f"{line}  # {_one_line(comment)}" if comment else line
-        )
+        said = f"  # {_one_line(comment)}" if comment else ""
+        line = f"{toml_key(name)} = {toml_value(value)}{said}"
+        sections.setdefault(section, []).append(line)
     lines = [
         f"# Made from {path.name} by `penstock convert {system}`. A comment names the word, or says what differs.",
         f"#   penstock check {out}",
@@ -202,11 +194,8 @@ def _text(system: str, path: Path, out: Path, conversion: Conversion) -> str:
     for section in sorted(sections, key=place):
         lines += ["", *([f"[{section}]"] if section else []), *sections[section]]
     if conversion.left:
-        lines += [
-            "",
-            "# Without a counterpart:",
-            *(f"#   {_one_line(line)}" for line in conversion.left),
-        ]
+        lines += ["", "# Without a counterpart:"]
+    lines += [f"#   {_one_line(line)}" for line in conversion.left]
     return "\n".join(lines) + "\n"
 
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from penstock import files
-from penstock.config import ProduceConfig
 from penstock.config.doubts import unrepeatable_samples
 from penstock.errors import JournalDamaged
 from penstock.inspection.laws import (
@@ -107,13 +106,19 @@ def take_audit(folder: RunFolder, *, deep: bool = False) -> Audit:
     eras = [_era_bounds(era) for era in folder.eras()]
     # read before the journal: the run may be under way
     last_logged = last_logged_step(folder.metrics)
-    journal = Journal.open(folder.journal, readonly=True)
-    try:
+    with closing(Journal.open(folder.journal, readonly=True)) as journal:
         journal.check_file()
         result = audit_journal(journal, eras, recorded=origin is not None)
-        result.faults += _checkpoint_faults(folder, journal, deep=deep)
-    finally:
-        journal.close()
+        # weights that are not those of their step; with `deep` also files that changed
+        digests = dict(journal.query("SELECT step, digest FROM steps WHERE committed"))
+        for checkpoint in read_checkpoints(folder.checkpoints, whole=deep):
+            if isinstance(checkpoint, str):
+                result.faults.append(checkpoint)
+            elif digests.get(checkpoint.step, checkpoint.digest) != checkpoint.digest:
+                result.faults.append(
+                    f"checkpoint {checkpoint.path.name} has weights with digest {checkpoint.digest}, the "
+                    f"journal has {digests[checkpoint.step]} for that step"
+                )
     if last_logged > result.committed_steps:
         result.faults.append(
             f"the journal ends at step {result.committed_steps}, but {folder.metrics.name} has "
@@ -133,45 +138,18 @@ def take_audit(folder: RunFolder, *, deep: bool = False) -> Audit:
     return result
 
 
-def _checkpoint_faults(folder: RunFolder, journal: Journal, *, deep: bool) -> list[str]:
-    """Checkpoints whose weights are not those of their step; with `deep` also files that changed."""
-    digests = dict(journal.query("SELECT step, digest FROM steps WHERE committed"))
-    faults = []
-    for checkpoint in read_checkpoints(folder.checkpoints, whole=deep):
-        if isinstance(checkpoint, str):
-            faults.append(checkpoint)
-        elif digests.get(checkpoint.step, checkpoint.digest) != checkpoint.digest:
-            faults.append(
-                f"checkpoint {checkpoint.path.name} has weights with digest {checkpoint.digest}, the "
-                f"journal has {digests[checkpoint.step]} for that step"
-            )
-    return faults
-
-
 def _era_bounds(era: Era) -> EraBounds:
-    config = era.config
-    settings = {name: config.task_produce(name) for name in config.tasks}
-    thresholds = {
-        name: calculate_stale_threshold(produce.staleness_bound, config.sync.every_steps)
-        for name, produce in settings.items()
-    }
-    return EraBounds(
-        era.last_step,
-        {name: threshold - 1 for name, threshold in thresholds.items()},
-        {name: _longest_wait(settings[name], steps) for name, steps in thresholds.items()},
-        config.seed,
-        frozenset(name for name, task in config.tasks.items() if task.sampler != "shuffle"),
-    )
-
-
-def _longest_wait(produce: ProduceConfig, threshold: int) -> int:
-    """In how many steps of its task a group lands or is issued again.
-
-    Steps wait for a group in flight before it is too old. With oversampling they leave it behind; an
-    expired group may wait for its tail batch.
-    """
-    slack = _STRAGGLER_STEPS if produce.over_sample_threshold else 2
-    return (produce.max_tries + 1) * threshold + slack
+    config, allowed, longest_wait = era.config, {}, {}
+    for name in config.tasks:
+        produce = config.task_produce(name)
+        threshold = calculate_stale_threshold(produce.staleness_bound, config.sync.every_steps)
+        allowed[name] = threshold - 1
+        # Steps wait for a group in flight before it is too old. With oversampling they leave it behind; an
+        # expired group may wait for its tail batch.
+        slack = _STRAGGLER_STEPS if produce.over_sample_threshold else 2
+        longest_wait[name] = (produce.max_tries + 1) * threshold + slack
+    chosen = frozenset(name for name, task in config.tasks.items() if task.sampler != "shuffle")
+    return EraBounds(era.last_step, allowed, longest_wait, config.seed, chosen)
 
 
 def audit_journal(journal: Journal, eras: Sequence[EraBounds], *, recorded: bool = False) -> Audit:
@@ -180,7 +158,11 @@ def audit_journal(journal: Journal, eras: Sequence[EraBounds], *, recorded: bool
     `eras` are in order. `recorded`: a fork, whose groups were drawn by another run.
     """
     with journal.snapshot():
-        damage = _damage(journal)
+        damaged = journal.damaged()
+        damage = [f"{what}: the record is not what was written" for what in damaged[:_MOST_NAMED]]
+        if len(damaged) > _MOST_NAMED:
+            more = len(damaged) - _MOST_NAMED
+            damage.append(f"{more} further records are not what was written")
         try:
             return _account(journal, eras, recorded, damage)
         except (TypeError, ValueError, KeyError) as error:  # damage can change the type of a value
@@ -192,44 +174,6 @@ def audit_journal(journal: Journal, eras: Sequence[EraBounds], *, recorded: bool
 def _account(
     journal: Journal, eras: Sequence[EraBounds], recorded: bool, damage: list[str]
 ) -> Audit:
-    tasks = _count(journal, recorded)
-    for name, task in tasks.items():
-        _measure(journal, name, task)
-    contents = read_contents(journal)
-    unbalanced = [(name, task) for name, task in tasks.items() if not task.balanced]
-    return Audit(
-        tasks={str(name): task for name, task in tasks.items()},
-        max_staleness_trained=max((value for _, _, value in staleness(journal)), default=0),
-        max_staleness_allowed=max((n for era in eras for n in era.allowed.values()), default=0),
-        committed_steps=journal.last_committed_step(),
-        faults=[
-            *(f"task {name}: does not balance: {task}" for name, task in unbalanced),
-            *row_faults(journal, eras, recorded=recorded),
-            *chain_faults(journal, recorded=recorded),
-            *damage,
-            *contents.faults,
-        ],
-        warnings=[
-            *redone_versions(journal),
-            *_unrepeatable(journal),
-            *_unrecorded_steps(journal),
-            *_pruned_steps(journal),
-            *(line for name, task in tasks.items() for line in _bias(name, task)),
-        ],
-        proved=contents.lines(),
-    )
-
-
-def _damage(journal: Journal) -> list[str]:
-    damaged = journal.damaged()
-    faults = [f"{what}: the record is not what was written" for what in damaged[:_MOST_NAMED]]
-    if len(damaged) > _MOST_NAMED:
-        faults.append(f"{len(damaged) - _MOST_NAMED} further records are not what was written")
-    return faults
-
-
-def _count(journal: Journal, recorded: bool) -> dict[str, TaskAudit]:
-    """Count each number from its own source: cursors, committed batches, states, drop reasons."""
     drawn = journal.cursors()
     if recorded:  # the cursors belong to the run that drew the groups
         drawn = dict(journal.query("SELECT task, COUNT(*) FROM groups GROUP BY task"))
@@ -248,74 +192,72 @@ def _count(journal: Journal, recorded: bool) -> dict[str, TaskAudit]:
         setattr(tasks[name], place, number)
     for name, drops in journal.drops().items():
         tasks[name].dropped = {str(reason): number for reason, number in drops.items()}
-    return tasks
-
-
-def _measure(journal: Journal, name: str, task: TaskAudit) -> None:
-    """Set the task's means over groups: when each first completed, and when it was trained."""
     first = journal.query(
-        "SELECT seen.num_tokens, seen.reward FROM (SELECT group_id, num_tokens, reward, MIN(at)"
-        " FROM events WHERE kind IN ('landed', 'filtered') AND status IN ('completed', 'filtered')"
-        " GROUP BY group_id) AS seen JOIN groups USING(group_id) WHERE task = ?",
-        (name,),
+        "SELECT task, AVG(seen.num_tokens), AVG(seen.reward) FROM"
+        " (SELECT group_id, num_tokens, reward, MIN(at) FROM events"
+        " WHERE kind IN ('landed', 'filtered') AND status IN ('completed', 'filtered')"
+        " GROUP BY group_id) AS seen JOIN groups USING(group_id) GROUP BY task"
     )
+    for name, length, reward in first:
+        tasks[name].length_drawn, tasks[name].reward_drawn = length, reward
     trained = journal.query(
-        "SELECT num_tokens, reward FROM groups WHERE task = ? AND state = 'trained'", (name,)
+        "SELECT task, AVG(num_tokens), AVG(reward) FROM groups WHERE state = 'trained' GROUP BY task"
     )
-    task.length_drawn, task.reward_drawn = _means(first)
-    task.length_trained, task.reward_trained = _means(trained)
+    for name, length, reward in trained:
+        tasks[name].length_trained, tasks[name].reward_trained = length, reward
+    contents = read_contents(journal)
+    unbalanced = [(name, task) for name, task in tasks.items() if not task.balanced]
+    return Audit(
+        tasks={str(name): task for name, task in tasks.items()},
+        max_staleness_trained=max((value for _, _, value in staleness(journal)), default=0),
+        max_staleness_allowed=max((n for era in eras for n in era.allowed.values()), default=0),
+        committed_steps=journal.last_committed_step(),
+        faults=[
+            *(f"task {name}: does not balance: {task}" for name, task in unbalanced),
+            *row_faults(journal, eras, recorded=recorded),
+            *chain_faults(journal, recorded=recorded),
+            *damage,
+            *contents.faults,
+        ],
+        warnings=[
+            *redone_versions(journal),
+            *_doubtful_steps(journal),
+            *(line for name, task in tasks.items() for line in _bias(name, task)),
+        ],
+        proved=contents.lines(),
+    )
 
 
-def _means(rows: Sequence[tuple]) -> tuple[float | None, float | None]:
-    columns = [[row[at] for row in rows if row[at] is not None] for at in (0, 1)]
-    means = [float(np.mean(column)) if column else None for column in columns]
-    return means[0], means[1]
-
-
-def _unrepeatable(journal: Journal) -> list[str]:
-    """A line if steps that are trained again may give other bits; nothing if they give the same."""
-    return [
-        f"the steps' bits may not repeat on {arithmetic.device}: {arithmetic.doubt}"
-        for arithmetic in journal.arithmetic_since(1)
-        if arithmetic.doubt
-    ]
-
-
-def _unrecorded_steps(journal: Journal) -> list[str]:
-    """A line about the steps that a trainer left no record of; nothing if there are none."""
+def _doubtful_steps(journal: Journal) -> Iterator[str]:
+    """Yield a line about steps whose bits may not repeat, that have no record, or no tokens any more."""
+    for arithmetic in journal.arithmetic_since(1):
+        if arithmetic.doubt:
+            yield f"the steps' bits may not repeat on {arithmetic.device}: {arithmetic.doubt}"
     ((count, first, last),) = journal.query(
         "SELECT COUNT(*), MIN(step), MAX(step) FROM steps WHERE committed AND trained IS NULL"
     )
-    if not count:
-        return []
-    return [
-        f"{count} of steps {first} to {last} have no record by the trainer of what it trained, so "
-        "their rollouts cannot be compared with one"
-    ]
+    if count:
+        yield (
+            f"{count} of steps {first} to {last} have no record by the trainer of what it trained, so "
+            "their rollouts cannot be compared with one"
+        )
+    if pruned := journal.pruned_to():
+        yield (
+            f"steps 1 to {pruned}: their tokens were removed (journal.keep_payloads), so they are not "
+            "compared with the trainer's record; replay begins at the oldest checkpoint, forks cannot begin"
+        )
 
 
-def _pruned_steps(journal: Journal) -> list[str]:
-    """A line about the steps whose tokens were removed; nothing if there are none."""
-    last = journal.pruned_to()
-    if not last:
-        return []
-    return [
-        f"steps 1 to {last}: their tokens were removed (journal.keep_payloads), so they are not "
-        "compared with the trainer's record; replay begins at the oldest checkpoint, forks cannot begin"
-    ]
-
-
-def _bias(name: str, task: TaskAudit) -> list[str]:
+def _bias(name: str, task: TaskAudit) -> Iterator[str]:
     if task.trained < _ENOUGH or not task.length_drawn or task.length_trained is None:
-        return []
+        return
     ratio = task.length_trained / task.length_drawn
-    if abs(ratio - 1) <= _BIAS_LIMIT:
-        return []
-    return [
-        f"task {name}: trained responses are {abs(ratio - 1):.0%} "
-        f"{'shorter' if ratio < 1 else 'longer'} than drawn ones "
-        f"({task.length_trained:.1f} against {task.length_drawn:.1f} tokens per group)"
-    ]
+    if abs(ratio - 1) > _BIAS_LIMIT:
+        yield (
+            f"task {name}: trained responses are {abs(ratio - 1):.0%} "
+            f"{'shorter' if ratio < 1 else 'longer'} than drawn ones "
+            f"({task.length_trained:.1f} against {task.length_drawn:.1f} tokens per group)"
+        )
 
 
 def _print(result: Audit, console: Console) -> None:

@@ -31,26 +31,21 @@ def back_up(folder: RunFolder, target: Path | None = None) -> str:
         raise UserError(f"backup: got {target}, which exists already, allowed: a new folder")
     try:
         with whole_folder(target, mode=0o700) as draft:
-            step, checkpoint = _copy(folder, RunFolder(draft))
+            copy = RunFolder(draft)
+            for name in _COPIED:
+                source = folder.path / name
+                if source.is_dir():
+                    shutil.copytree(source, draft / name, symlinks=True)
+                elif source.is_file():
+                    shutil.copyfile(source, draft / name, follow_symlinks=False)
+            step, checkpoint = _copy_state(folder, copy)
+            if copy.record():
+                copy.write_copies()
+            _remove_journal(copy, "-wal", "-shm")  # empty: left by the looks at the copy
     except OSError as error:
         raise RunError(f"backup: {target} cannot be written: {error}") from error
     state = "no checkpoint" if checkpoint is None else f"the checkpoint of step {checkpoint.step}"
     return f"{target}: {count(step, 'step')}, {state}; continue it with: penstock resume {target}"
-
-
-def _copy(folder: RunFolder, copy: RunFolder) -> tuple[int, Checkpoint | None]:
-    """Copy the parts of a run; return its last step and its checkpoint."""
-    for name in _COPIED:
-        source = folder.path / name
-        if source.is_dir():
-            shutil.copytree(source, copy.path / name, symlinks=True)
-        elif source.is_file():
-            shutil.copyfile(source, copy.path / name, follow_symlinks=False)
-    step, checkpoint = _copy_state(folder, copy)
-    if copy.record():
-        copy.write_copies()
-    _remove_journal(copy, "-wal", "-shm")  # empty: left by the looks at the copy
-    return step, checkpoint
 
 
 def _copy_state(folder: RunFolder, copy: RunFolder) -> tuple[int, Checkpoint | None]:

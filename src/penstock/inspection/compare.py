@@ -15,15 +15,16 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from penstock.config.changes import differing
 from penstock.errors import UserError
 from penstock.files import read_rows
+from penstock.inspection.track.console import fact_table
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
 
@@ -130,13 +131,12 @@ def _answers(rows: Sequence[dict[str, Any]], judged: bool, step: int) -> Answers
         by_prompt.setdefault(str(row.get("prompt_id")), []).append(row)
     answers = {}
     for prompt_id, responses in by_prompt.items():
-        scores = [float(row["ans_valid" if judged else "reward"]) for row in responses]
         messages = responses[0].get("prompt")
         prompt = messages[-1].get("content", "") if isinstance(messages, list) and messages else ""
         answers[prompt_id] = Answered(
             prompt=str(prompt),
             response=str(responses[0].get("prediction", "")),
-            score=sum(scores) / len(scores),
+            score=fmean(float(row["ans_valid" if judged else "reward"]) for row in responses),
             step=step,
         )
     return answers
@@ -161,8 +161,7 @@ def _trained(folder: RunFolder) -> Answers:
 
 def _trained_twice(folder: RunFolder) -> tuple[Answers, Answers]:
     """The first and the last group of every prompt that more than one step trained."""
-    first: Answers = {}
-    last: Answers = {}
+    first, last = Answers(), Answers()
     if not folder.journal.is_file():
         return first, last
     with closing(Journal.look(folder.journal)) as journal, journal.snapshot():
@@ -213,9 +212,9 @@ def _pair(
             measure=measure,
             steps=steps,
             pairs=len(pairs),
-            first=sum(first.score for first, _ in pairs) / len(pairs),
-            second=sum(second.score for _, second in pairs) / len(pairs),
-            difference=sum(gaps) / len(gaps),
+            first=fmean(first.score for first, _ in pairs),
+            second=fmean(second.score for _, second in pairs),
+            difference=fmean(gaps),
             low=low,
             high=high,
             first_wins=len(worse),
@@ -231,7 +230,7 @@ def interval(gaps: Sequence[float]) -> tuple[float, float]:
     One pair that differs by one, each way, is added to the spread, so that equal answers to a few
     prompts are no proof.
     """
-    size, mean = len(gaps), sum(gaps) / len(gaps)
+    size, mean = len(gaps), fmean(gaps)
     spread = (sum((gap - mean) ** 2 for gap in gaps) + 2.0) / size
     half = _Z95 * math.sqrt(spread / size)
     return mean - half, mean + half
@@ -255,30 +254,23 @@ def print_comparison(
     console.print(Text(f"A  {a.name}\nB  {b.name}", style="bold"))
     console.print(Text("B differs in " + (", ".join(changes) or "no setting"), style="dim"))
     for result in results:
+        (step_a, step_b), wins = result.steps, (result.first_wins, result.second_wins)
+        where = f"steps {step_a} and {step_b}" if step_a or step_b else "newest groups"
+        ties = result.pairs - sum(wins)
+        bounds = f"95 % interval {result.low:+.3f} to {result.high:+.3f}: "
+        verdict = (result.verdict, "bold")
+        table = fact_table()
+        table.add_row(result.task, Text(f"{result.pairs} prompts that both answered, {where}"))
+        table.add_row(result.measure, Text(f"A {result.first:.3f}, B {result.second:.3f}"))
+        difference = Text.assemble(f"{result.difference:+.3f}, {bounds}", verdict)
+        table.add_row("difference", difference)
+        table.add_row("prompts", Text(f"B wins {wins[1]}, A wins {wins[0]}, {ties} equal"))
         console.print()
-        console.print(_table(result))
+        console.print(table)
         for first, second in result.examples:
             console.print(Text(f"\n  {_line(first.prompt)}", style="cyan"), soft_wrap=True)
             console.print(Text(f"  A {first.score:.2f}  {_line(first.response)}"), soft_wrap=True)
             console.print(Text(f"  B {second.score:.2f}  {_line(second.response)}"), soft_wrap=True)
-
-
-def _table(result: Comparison) -> Table:
-    steps = result.steps
-    where = f"steps {steps[0]} and {steps[1]}" if any(steps) else "newest groups"
-    ties = result.pairs - result.first_wins - result.second_wins
-    interval_text = (
-        f"{result.difference:+.3f}, 95 % interval {result.low:+.3f} to {result.high:+.3f}: "
-    )
-    wins = f"B wins {result.second_wins}, A wins {result.first_wins}, {ties} equal"
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row(result.task, Text(f"{result.pairs} prompts that both answered, {where}"))
-    table.add_row(result.measure, Text(f"A {result.first:.3f}, B {result.second:.3f}"))
-    table.add_row("difference", Text.assemble(interval_text, (result.verdict, "bold")))
-    table.add_row("prompts", Text(wins))
-    return table
 
 
 def _line(text: str) -> str:

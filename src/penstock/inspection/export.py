@@ -10,7 +10,6 @@ import html
 import json
 import os
 import shutil
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,11 @@ from penstock.inspection.audit import take_audit
 from penstock.inspection.record import RunRecord, read_run, take_figures
 from penstock.inspection.track.console import draw_curves
 from penstock.rollout.evaluation.evaluate import best_step, read_scores
-from penstock.store.checkpoint import Checkpoint, CheckpointStore
+from penstock.store.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from penstock.store.run_folder import RunFolder
 
 CARD, CURVES = "README.md", "curves.svg"
+_SETTINGS_FILES = ("config.json", "generation_config.json")  # of a model
 
 
 def export_run(
@@ -66,33 +66,28 @@ def choose_checkpoint(folder: RunFolder, step: str | None = None) -> Checkpoint:
     steps = store.steps()
     chosen = int(step) if step.isdigit() else None
     if step == "best":
-        chosen = _best_kept(folder, steps)
+        # the best held-out score among the steps that are kept
+        scores = read_scores(folder.evaluations)
+        measure = folder.config().checkpoint.keep_best or next(iter(scores), "")
+        by_step = scores.get(measure, {})
+        chosen, best = best_step(by_step, steps), best_step(by_step, by_step)
+        if chosen is None or best is None:
+            evaluated = ", ".join(map(str, by_step)) or "none"
+            kept = ", ".join(map(str, sorted(steps))) or "none"
+            raise UserError(
+                f"--step: got best, allowed: a run with a step that is evaluated by {measure or 'an [eval.tasks.NAME]'} "
+                f"({evaluated}) and kept ({kept})"
+            )
+        better = ""
+        if by_step[best] > by_step[chosen]:
+            better = (
+                f"; step {best} had {by_step[best]:.3f} and was not kept: set checkpoint.keep_best"
+            )
+        say(f"step {chosen} has the best {measure}, {by_step[chosen]:.3f}{better}", error=True)
     if chosen not in steps or chosen is None:
         there = ", ".join(map(str, sorted(steps))) or "none, the run wrote no checkpoint"
         raise UserError(f"--step: got {step}, allowed: best, or a step that is kept ({there})")
-    return store.of_step(chosen)
-
-
-def _best_kept(folder: RunFolder, steps: Collection[int]) -> int:
-    """The step with the best held-out score among those that are kept; say which, and if another was better."""
-    scores = read_scores(folder.evaluations)
-    measure = folder.config().checkpoint.keep_best or next(iter(scores), "")
-    by_step = scores.get(measure, {})
-    chosen, best = best_step(by_step, steps), best_step(by_step, by_step)
-    if chosen is None or best is None:
-        evaluated = ", ".join(map(str, by_step)) or "none"
-        kept = ", ".join(map(str, sorted(steps))) or "none"
-        raise UserError(
-            f"--step: got best, allowed: a run with a step that is evaluated by {measure or 'an [eval.tasks.NAME]'} "
-            f"({evaluated}) and kept ({kept})"
-        )
-    better = (
-        f"; step {best} had {by_step[best]:.3f} and was not kept: set checkpoint.keep_best"
-        if by_step[best] > by_step[chosen]
-        else ""
-    )
-    say(f"step {chosen} has the best {measure}, {by_step[chosen]:.3f}{better}", error=True)
-    return chosen
+    return read_checkpoint(folder.checkpoints / f"step-{chosen}")
 
 
 def _copy_model(folder: RunFolder, checkpoint: Checkpoint, target: Path, *, adapter: bool) -> None:
@@ -101,10 +96,7 @@ def _copy_model(folder: RunFolder, checkpoint: Checkpoint, target: Path, *, adap
     for file in sorted(path for path in model.iterdir() if path.is_file()):
         if file.is_symlink():
             raise UserError(f"export: {file} is a link, allowed: the files of the checkpoint")
-        is_model = file.name.endswith(weights) or file.name in (
-            "config.json",
-            "generation_config.json",
-        )
+        is_model = file.name.endswith(weights) or file.name in _SETTINGS_FILES
         if not adapter or not is_model:
             shutil.copyfile(file, target / file.name)
     if adapter:
@@ -184,30 +176,24 @@ def _cell(text: str) -> str:
 def _up_to(record: RunRecord, step: int) -> RunRecord:
     """The record without what came after a step, whose model does not know of it."""
     count = sum(number <= step for number in record.steps)
-    rows = {
-        task: [row for row in rows if row["step"] <= step]
+    evaluations = {
+        task: kept
         for task, rows in record.evaluations.items()
+        if (kept := [row for row in rows if row["step"] <= step])
     }
-    return replace(
-        record,
-        steps=record.steps[:count],
-        curves={name: values[:count] for name, values in record.curves.items()},
-        evaluations={task: kept for task, kept in rows.items() if kept},
-    )
+    curves = {name: values[:count] for name, values in record.curves.items()}
+    return replace(record, steps=record.steps[:count], curves=curves, evaluations=evaluations)
 
 
 def _results(record: RunRecord) -> str:
     figures, rows = take_figures(record), list[list[str]]()
     for task, evaluations in record.evaluations.items():
-        last = evaluations[-1]
+        last, change = evaluations[-1], figures.held_out[task]
         interval = "" if last["low"] is None else f" ({last['low']:.3f} to {last['high']:.3f})"
-        change = figures.held_out[task]
-        measure = figures.measures[task]
-        rows.append([f"{measure}, {task}", f"{change.first:.3f}", f"{change.last:.3f}{interval}"])
-    if figures.reward is not None:
-        rows.append(
-            ["reward, training", f"{figures.reward.first:.3f}", f"{figures.reward.last:.3f}"]
-        )
+        name = f"{figures.measures[task]}, {task}"
+        rows.append([name, f"{change.first:.3f}", f"{change.last:.3f}{interval}"])
+    if (reward := figures.reward) is not None:
+        rows.append(["reward, training", f"{reward.first:.3f}", f"{reward.last:.3f}"])
     return "## Results\n\n" + _table(["", "before", "after (95 % interval)"], rows)
 
 
@@ -256,20 +242,19 @@ def _trust(folder: RunFolder, checkpoint: Checkpoint) -> str:
     try:
         audit = take_audit(folder)
     except PenstockError as error:
-        return "\n".join(
-            ["## Audit", "", *lines, f"- The journal could not be audited: {_cell(str(error))}."]
-        )
+        lines.append(f"- The journal could not be audited: {_cell(str(error))}.")
+        return "\n".join(["## Audit", "", *lines])
     for name, task in audit.tasks.items():
         dropped = sum(task.dropped.values())
         lines.append(
             f"- {_cell(name)}: {task.drawn} groups drawn = {task.trained} trained + {task.buffered} buffered "
             f"+ {task.in_flight} in flight + {dropped} dropped."
         )
-    lines.append(
-        f"- Largest staleness of a trained group: {audit.max_staleness_trained}, "
-        f"allowed: {audit.max_staleness_allowed}."
-    )
     verdict = "every law holds" if audit.balanced else count(len(audit.faults), "fault")
-    lines.append(f"- `penstock audit`: {verdict}.")
-    lines += [f"  - {_cell(fault)}" for fault in audit.faults[:5]]
+    lines += [
+        f"- Largest staleness of a trained group: {audit.max_staleness_trained}, "
+        f"allowed: {audit.max_staleness_allowed}.",
+        f"- `penstock audit`: {verdict}.",
+        *(f"  - {_cell(fault)}" for fault in audit.faults[:5]),
+    ]
     return "\n".join(["## Audit", "", *lines])

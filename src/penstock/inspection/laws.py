@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,7 @@ from penstock.errors import RunError
 from penstock.rollout.agent.tree import CallTree
 from penstock.store.journal import Journal
 from penstock.store.journal.records import step_chain
-from penstock.types import Group, ModelCall, Rollout, contradicts
+from penstock.types import ModelCall, Rollout, contradicts
 
 _MOST = 20  # most faults of one kind that are listed
 
@@ -47,7 +47,10 @@ def row_faults(journal: Journal, eras: Sequence[EraBounds], *, recorded: bool) -
         chosen = frozenset().union(*(era.chosen for era in eras))
         yield from _prompt_faults(journal, eras[-1].seed, chosen)
         yield from _age_faults(journal, eras)
-        yield from _staleness_faults(journal, eras)
+        for task, step, value in staleness(journal):
+            bound = _bound(task, step, eras)
+            if bound is not None and value > bound:
+                yield f"task {task}: step {step} trained a sample of staleness {value}, allowed: {bound}"
 
 
 # -- groups and batches ------------------------------------------------------------------------
@@ -153,41 +156,32 @@ def _prompt_faults(journal: Journal, seed: int, chosen: frozenset[str]) -> Itera
     left out.
     """
     facts = journal.read_identity()
-    tasks = [task for (task,) in journal.query("SELECT DISTINCT task FROM groups")]
-    for task in tasks:
+    for (task,) in journal.query("SELECT DISTINCT task FROM groups"):
         size = json.loads(facts.get(f"tasks.{task}.data", "{}")).get("prompts")
-        if size and task not in chosen:
-            since = int(facts.get(f"tasks.{task}.data since cursor", "0"))
-            yield from _task_prompt_faults(journal, task, seed, size, since)
-
-
-def _task_prompt_faults(
-    journal: Journal, task: str, seed: int, size: int, since: int
-) -> Iterator[str]:
-    rows = journal.query(
-        "SELECT cursor, prompt_id FROM groups WHERE task = ? AND cursor >= ? ORDER BY cursor",
-        (task, since),
-    )
-    order, epoch = np.zeros(0, dtype=np.int64), -1
-    by_place: dict[int, tuple[int, str]] = {}  # place in the data -> a cursor and its prompt
-    by_prompt: dict[str, tuple[int, int]] = {}  # prompt -> a cursor and its place in the data
-    faults = 0
-    for cursor, prompt_id in rows:
-        if cursor // size != epoch:
-            epoch = cursor // size
-            order = epoch_order(seed, task, epoch, size)
-        place = int(order[cursor % size])
-        first, prompt = by_place.setdefault(place, (cursor, prompt_id))
-        other, place_before = by_prompt.setdefault(prompt_id, (cursor, place))
-        if prompt != prompt_id:
-            yield f"task {task}: cursors {first} and {cursor} draw one prompt, got {prompt} and {prompt_id}"
-        elif place_before != place:
-            yield f"task {task}: cursors {other} and {cursor} draw different prompts, both got {prompt_id}"
-        else:
+        if not size or task in chosen:
             continue
-        faults += 1
-        if faults == _MOST:
-            return
+        rows = journal.query(
+            "SELECT cursor, prompt_id FROM groups WHERE task = ? AND cursor >= ? ORDER BY cursor",
+            (task, int(facts.get(f"tasks.{task}.data since cursor", "0"))),
+        )
+        order, epoch = np.zeros(0, dtype=np.int64), -1
+        by_place: dict[int, tuple[int, str]] = {}  # place in the data -> a cursor and its prompt
+        by_prompt: dict[str, tuple[int, int]] = {}  # prompt -> a cursor and its place in the data
+        faults = list[str]()
+        for cursor, prompt_id in rows:
+            if cursor // size != epoch:
+                epoch = cursor // size
+                order = epoch_order(seed, task, epoch, size)
+            place = int(order[cursor % size])
+            first, prompt = by_place.setdefault(place, (cursor, prompt_id))
+            other, place_before = by_prompt.setdefault(prompt_id, (cursor, place))
+            if prompt != prompt_id:
+                pair = f"cursors {first} and {cursor} draw one prompt, got {prompt} and {prompt_id}"
+                faults.append(f"task {task}: {pair}")
+            elif place_before != place:
+                pair = f"cursors {other} and {cursor} draw different prompts, both got {prompt_id}"
+                faults.append(f"task {task}: {pair}")
+        yield from faults[:_MOST]
 
 
 # -- ages --------------------------------------------------------------------------------------
@@ -195,21 +189,13 @@ def _task_prompt_faults(
 
 def _age_faults(journal: Journal, eras: Sequence[EraBounds]) -> Iterator[str]:
     """Groups that wait longer than a run lets them: in flight, to be retried, to be trained."""
-    yield from _waiting_faults(journal, eras[-1].longest_wait)
-    (last,) = journal.query("SELECT MAX(step) FROM steps")[0]
-    for task in eras[-1].allowed:
-        bound = _bound(task, last or 1, eras)
-        if bound is not None:
-            yield from _unexpired(journal, task, bound)
-
-
-def _waiting_faults(journal: Journal, longest_wait: Mapping[str, int]) -> Iterator[str]:
-    """Groups that neither landed nor were issued again in `longest_wait` steps of their task.
-
-    By the numbers of events, never by the clock, which can be put back under a run.
-    """
-    for task, limit in longest_wait.items():
-        commits = _commits(journal, task)
+    # By the numbers of events, never by the clock, which can be put back under a run.
+    for task, limit in eras[-1].longest_wait.items():
+        commits = journal.query(  # of steps that trained groups of the task, with the events before
+            "SELECT step, num_events FROM steps WHERE committed AND step IN"
+            " (SELECT step FROM groups WHERE task = ? AND step IS NOT NULL) ORDER BY step",
+            (task,),
+        )
         for group_id, state, since in _waiting(journal, task):
             first = bisect_left([num_events for _, num_events in commits], since)
             if len(commits) - first > limit:
@@ -217,6 +203,21 @@ def _waiting_faults(journal: Journal, longest_wait: Mapping[str, int]) -> Iterat
                 yield (
                     f"group {group_id}: {what} since step {commits[first][0]}, for "
                     f"{len(commits) - first} steps of task {task}, allowed: {limit}"
+                )
+    (last,) = journal.query("SELECT MAX(step) FROM steps")[0]
+    for task in eras[-1].allowed:
+        bound = _bound(task, last or 1, eras)
+        if bound is not None:
+            for group_id, version in journal.query(
+                "SELECT group_id, oldest_version FROM groups WHERE task = ? AND state = 'buffered'"
+                " AND status = 'completed' AND ? - oldest_version - 1 > ? AND"
+                " (SELECT MAX(number) FROM event_rows WHERE event_rows.group_id = groups.group_id)"
+                " <= (SELECT num_events FROM steps WHERE step = ? - 2)",
+                (task, last, bound, last),
+            ):
+                yield (
+                    f"group {group_id}: buffered for step {last} with tokens of version {version}, "
+                    f"allowed: at most {bound} updates behind"
                 )
 
 
@@ -239,44 +240,12 @@ def _waiting(journal: Journal, task: str) -> Iterator[tuple[str, str, int]]:
         later = min(filter(None, (first, later)), default=None)
 
 
-def _commits(journal: Journal, task: str) -> Sequence[tuple[int, int]]:
-    """(step, number of events before its commit) of the steps that trained groups of the task."""
-    return journal.query(
-        "SELECT step, num_events FROM steps WHERE committed AND step IN"
-        " (SELECT step FROM groups WHERE task = ? AND step IS NOT NULL) ORDER BY step",
-        (task,),
-    )
-
-
-def _unexpired(journal: Journal, task: str, bound: int) -> Iterator[str]:
-    """Buffered groups that the last step should have found too old: landed two commits before it."""
-    (last,) = journal.query("SELECT MAX(step) FROM steps")[0]
-    for group_id, version in journal.query(
-        "SELECT group_id, oldest_version FROM groups WHERE task = ? AND state = 'buffered'"
-        " AND status = 'completed' AND ? - oldest_version - 1 > ? AND"
-        " (SELECT MAX(number) FROM event_rows WHERE event_rows.group_id = groups.group_id)"
-        " <= (SELECT num_events FROM steps WHERE step = ? - 2)",
-        (task, last, bound, last),
-    ):
-        yield (
-            f"group {group_id}: buffered for step {last} with tokens of version {version}, "
-            f"allowed: at most {bound} updates behind"
-        )
-
-
 def staleness(journal: Journal) -> list[tuple[str, int, int]]:
     """(task, step, largest staleness of a rollout that it trained), by the oldest token."""
     return journal.query(
         "SELECT task, step, MAX(step - oldest_version - 1) FROM rollouts"
         " WHERE step IS NOT NULL AND oldest_version IS NOT NULL GROUP BY task, step ORDER BY step"
     )
-
-
-def _staleness_faults(journal: Journal, eras: Sequence[EraBounds]) -> Iterator[str]:
-    for task, step, value in staleness(journal):
-        bound = _bound(task, step, eras)
-        if bound is not None and value > bound:
-            yield f"task {task}: step {step} trained a sample of staleness {value}, allowed: {bound}"
 
 
 def _bound(task: str, step: int, eras: Sequence[EraBounds]) -> int | None:
@@ -330,7 +299,14 @@ class Contents:
 def read_contents(journal: Journal) -> Contents:
     """Compare every group that a step took with the trainer's record, and with its calls."""
     contents = Contents()
-    records = _records(journal)
+    trained = journal.query(
+        "SELECT step, trained FROM steps WHERE committed AND trained IS NOT NULL AND pruned_at IS NULL"
+    )
+    records = {  # the trainer's hash of each group that it trained and that has its tokens
+        (step, group_id): fingerprint
+        for step, groups in trained
+        for group_id, fingerprint in json.loads(groups)
+    }
     of_agents = {group_id for (group_id,) in journal.query("SELECT DISTINCT group_id FROM calls")}
     rows = journal.query(
         "SELECT group_id, step FROM groups WHERE state IN ('taken', 'trained') ORDER BY step, position"
@@ -350,38 +326,21 @@ def read_contents(journal: Journal) -> Contents:
                 f"trained in step {step}"
             )
         if group_id in of_agents:
-            _certify(journal, group, contents)
+            calls = journal.calls(group.group_id)
+            for rollout in group.rollouts:
+                journalled = calls.get((rollout.rollout_id, rollout.seed), [])
+                if not rollout.rows and not journalled:
+                    contents.pruned += 1
+                    continue
+                contents.rollouts += 1
+                if fault := _compare(rollout, journalled, contents):
+                    contents.is_proved = False
+                    contents.faults.append(f"rollout {rollout.rollout_id}: {fault}")
     outcomes = dict(journal.query("SELECT outcome, COUNT(*) FROM tools GROUP BY outcome"))
     if outcomes:
         ended = {name: outcomes.get(name, 0) for name in ("done", "failed", "unknown")}
         contents.tools = ended | {"unknown": ended["unknown"] + outcomes.get(None, 0)}
     return contents
-
-
-def _records(journal: Journal) -> dict[tuple[int, str], str]:
-    """The trainer's hash of each group that it trained and that has its tokens, by (step, group)."""
-    rows = journal.query(
-        "SELECT step, trained FROM steps WHERE committed AND trained IS NOT NULL AND pruned_at IS NULL"
-    )
-    return {
-        (step, group_id): fingerprint
-        for step, trained in rows
-        for group_id, fingerprint in json.loads(trained)
-    }
-
-
-def _certify(journal: Journal, group: Group, contents: Contents) -> None:
-    """Compare the rollouts of an agent's group with the calls that were journalled."""
-    calls = journal.calls(group.group_id)
-    for rollout in group.rollouts:
-        journalled = calls.get((rollout.rollout_id, rollout.seed), [])
-        if not rollout.rows and not journalled:
-            contents.pruned += 1
-            continue
-        contents.rollouts += 1
-        if fault := _compare(rollout, journalled, contents):
-            contents.is_proved = False
-            contents.faults.append(f"rollout {rollout.rollout_id}: {fault}")
 
 
 def _compare(rollout: Rollout, calls: Sequence[ModelCall], contents: Contents) -> str:
@@ -433,40 +392,8 @@ def chain_faults(journal: Journal, *, recorded: bool = False) -> list[str]:
         for version, digests in sorted(confirmed.items())
         for digest in sorted(digests - published.get(version, set()) - redone.get(version, set()))
     ]
-    if not recorded:
-        faults += _digest_faults(journal, published, redone)
-    for version in _sampled_versions(journal):
-        if version not in published:
-            faults.append(
-                f"weights {version}: trained rollouts name them, the trainer never published them"
-            )
-        elif version not in confirmed:
-            faults.append(
-                f"weights {version}: trained rollouts name them, no engine confirmed them"
-            )
-    return faults
-
-
-def redone_versions(journal: Journal) -> list[str]:
-    """A line per version whose step was redone where bits do not repeat, with all its digests."""
-    published, redone = _seen(journal, "published"), _seen(journal, "redone")
-    digests_of = {
-        version: published.get(version, set()) | redone.get(version, set())
-        for version in published.keys() | redone.keys()
-    }
-    return [
-        f"weights {version}: redone after a crash, with other bits ({_words(digests)})"
-        for version, digests in sorted(digests_of.items())
-        if len(digests) > 1 or version in redone
-    ]
-
-
-def _digest_faults(
-    journal: Journal, published: dict[int, set[str]], redone: dict[int, set[str]]
-) -> list[str]:
-    faults = []
     rows = journal.query("SELECT step, policy_version, digest FROM steps WHERE committed")
-    for step, version, digest in rows:
+    for step, version, digest in () if recorded else rows:
         if version != step:
             faults.append(f"step {step}: committed version {version}, expected version {step}")
         known = published.get(version, set()) | redone.get(version, set())
@@ -475,20 +402,6 @@ def _digest_faults(
                 f"weights {version}: published with digest {_words(published[version])}, "
                 f"committed with {digest}"
             )
-    return faults
-
-
-def _seen(journal: Journal, kind: str) -> dict[int, set[str]]:
-    by_version: dict[int, set[str]] = {}
-    for version, digest in journal.query(
-        "SELECT DISTINCT version, digest FROM weights WHERE kind = ?", (kind,)
-    ):
-        by_version.setdefault(version, set()).add(digest)
-    return by_version
-
-
-def _sampled_versions(journal: Journal) -> list[int]:
-    """Every version that a token of a trained rollout was sampled from."""
     versions: set[int] = set()
     rows = journal.query(
         "SELECT DISTINCT oldest_version, newest_version FROM rollouts"
@@ -504,7 +417,35 @@ def _sampled_versions(journal: Journal) -> list[int]:
             ):
                 rollouts = journal.group(group_id).rollouts
                 versions |= {s.version for rollout in rollouts for s in rollout.segments}
-    return sorted(versions)
+    for version in sorted(versions):
+        named = f"weights {version}: trained rollouts name them"
+        if version not in published:
+            faults.append(f"{named}, the trainer never published them")
+        elif version not in confirmed:
+            faults.append(f"{named}, no engine confirmed them")
+    return faults
+
+
+def redone_versions(journal: Journal) -> list[str]:
+    """A line per version whose step was redone where bits do not repeat, with all its digests."""
+    published, redone = _seen(journal, "published"), _seen(journal, "redone")
+    lines = []
+    for version in sorted(published.keys() | redone.keys()):
+        digests = published.get(version, set()) | redone.get(version, set())
+        if len(digests) > 1 or version in redone:
+            lines.append(
+                f"weights {version}: redone after a crash, with other bits ({_words(digests)})"
+            )
+    return lines
+
+
+def _seen(journal: Journal, kind: str) -> dict[int, set[str]]:
+    by_version: dict[int, set[str]] = {}
+    for version, digest in journal.query(
+        "SELECT DISTINCT version, digest FROM weights WHERE kind = ?", (kind,)
+    ):
+        by_version.setdefault(version, set()).add(digest)
+    return by_version
 
 
 def _words(digests: set[str] | None) -> str:

@@ -94,7 +94,26 @@ def read_run(folder: RunFolder) -> RunRecord:
     """The record of everything that the folder has."""
     record = RunRecord(name=folder.path.resolve().name, path=str(folder.path))
     config = _read_config(folder, record)
-    _read_metrics(folder, record)
+    rows = _read_lines(folder.metrics, record, "no step was logged")
+    by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
+    record.steps = sorted(by_step)
+    for name in CURVES:
+        values = [as_number(by_step[step].get(name)) for step in record.steps]
+        if any(value is not None for value in values):
+            record.curves[name] = values
+    produced: dict[str, dict[str, list[float]]] = {}  # by task, then by figure
+    for step in record.steps:
+        for task, figures in task_figures(by_step[step]).items():
+            for name, value in figures.items():
+                if (number := as_number(value)) is not None:
+                    produced.setdefault(task, {}).setdefault(name, []).append(number)
+    record.accounts = {
+        task: {
+            name: (fmean if name.startswith("part/") else _OVER_STEPS.get(name, sum))(numbers)
+            for name, numbers in by_name.items()
+        }
+        for task, by_name in produced.items()
+    }
     if _at(config, "eval", "tasks") != {} or (folder.evaluations / "summary.jsonl").exists():
         _read_evaluations(folder, record)
     _read_journal(folder, record)
@@ -133,37 +152,6 @@ def _at(tree: Any, *keys: str) -> Any:
     return tree
 
 
-def _read_metrics(folder: RunFolder, record: RunRecord) -> None:
-    rows = _read_lines(folder.metrics, record, "no step was logged")
-    by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
-    record.steps = sorted(by_step)
-    for name in CURVES:
-        values = [as_number(by_step[step].get(name)) for step in record.steps]
-        if any(value is not None for value in values):
-            record.curves[name] = values
-    record.accounts = _accounts([by_step[step] for step in record.steps])
-
-
-def _accounts(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """What each task produced over the run: counts summed, times and means by `_OVER_STEPS`."""
-    values: dict[str, dict[str, list[float]]] = {}
-    for row in rows:
-        for task, figures in task_figures(row).items():
-            for name, value in figures.items():
-                if (number := as_number(value)) is not None:
-                    values.setdefault(task, {}).setdefault(name, []).append(number)
-    return {
-        task: {name: _over_steps(name)(numbers) for name, numbers in by_name.items()}
-        for task, by_name in values.items()
-    }
-
-
-def _over_steps(name: str) -> Callable[[list[float]], float]:
-    if name.startswith("part/"):
-        return fmean
-    return _OVER_STEPS.get(name, sum)
-
-
 def _read_evaluations(folder: RunFolder, record: RunRecord) -> None:
     path = folder.evaluations / "summary.jsonl"
     # a resumed run may repeat an evaluation: the last counts
@@ -178,6 +166,7 @@ def _read_evaluations(folder: RunFolder, record: RunRecord) -> None:
 
 
 def _read_journal(folder: RunFolder, record: RunRecord) -> None:
+    """What happened to the groups, the staleness of trained ones, and the lengths of responses."""
     if not folder.journal.is_file():
         record.missing.append(
             f"{folder.journal.name} is not there: no histograms, no drops, no samples"
@@ -185,32 +174,28 @@ def _read_journal(folder: RunFolder, record: RunRecord) -> None:
         return
     try:
         with closing(Journal.look(folder.journal)) as journal:
-            _read_histograms(journal, record)
+            record.groups = dict(journal.query("SELECT state, COUNT(*) FROM groups GROUP BY state"))
+            record.drops = {
+                str(reason): count
+                for reason, count in journal.query(
+                    "SELECT drop_reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY 1 ORDER BY 2 DESC"
+                )
+            }
+            record.staleness = dict(
+                journal.query(
+                    "SELECT staleness, COUNT(*) FROM groups WHERE state = 'trained' AND staleness IS NOT NULL"
+                    " GROUP BY staleness ORDER BY staleness"
+                )
+            )
+            longest = journal.query("SELECT MAX(num_tokens) FROM rollouts")[0][0] or 0
+            record.length_bin = max(1, math.ceil((longest + 1) / MAX_LENGTH_BINS))
+            record.lengths = journal.query(
+                "SELECT num_tokens / ? * ?, COUNT(*), COUNT(step) FROM rollouts"
+                " WHERE finish_reason IN ('stop', 'length') GROUP BY 1 ORDER BY 1",
+                (record.length_bin, record.length_bin),
+            )
     except (PenstockError, TypeError, ValueError) as error:  # damage can put any type anywhere
         record.missing.append(f"{folder.journal.name} could not be read to its end: {error}")
-
-
-def _read_histograms(journal: Journal, record: RunRecord) -> None:
-    record.groups = dict(journal.query("SELECT state, COUNT(*) FROM groups GROUP BY state"))
-    record.drops = {
-        str(reason): count
-        for reason, count in journal.query(
-            "SELECT drop_reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY 1 ORDER BY 2 DESC"
-        )
-    }
-    record.staleness = dict(
-        journal.query(
-            "SELECT staleness, COUNT(*) FROM groups WHERE state = 'trained' AND staleness IS NOT NULL"
-            " GROUP BY staleness ORDER BY staleness"
-        )
-    )
-    longest = journal.query("SELECT MAX(num_tokens) FROM rollouts")[0][0] or 0
-    record.length_bin = max(1, math.ceil((longest + 1) / MAX_LENGTH_BINS))
-    record.lengths = journal.query(
-        "SELECT num_tokens / ? * ?, COUNT(*), COUNT(step) FROM rollouts"
-        " WHERE finish_reason IN ('stop', 'length') GROUP BY 1 ORDER BY 1",
-        (record.length_bin, record.length_bin),
-    )
 
 
 def _read_lines(path: Path, record: RunRecord, absence: str) -> list[dict[str, Any]]:
@@ -391,31 +376,42 @@ def read_line(folder: RunFolder) -> RunLine:
     line = RunLine(name=folder.name, state="stopped", changed_at=changed)
     try:
         if log.is_file():
-            _fill_service(line, folder)
+            _fill_state(line, folder, "serving")
+            try:
+                with CommandLog.look(log) as commands:
+                    ((models, waiting, newest),) = commands.query(
+                        f"SELECT COUNT(*) FILTER (WHERE {CREATED}), COUNT(*) FILTER (WHERE outcome IS NULL), "
+                        "MAX(number) FROM commands"
+                    )
+                    last = commands.query("SELECT kind FROM commands WHERE number = ?", (newest,))
+                    line.service = ServiceLine(
+                        model=model_of(commands),
+                        models=models,
+                        waiting=waiting,
+                        last=str(last[0][0])[:_MOST_KIND] if last else "",
+                    )
+            except PenstockError as error:
+                line.state, line.note = "damaged", str(error)
         else:
-            _fill(line, folder)
+            rows = list(read_metrics(folder.metrics).values())
+            line.steps = int(rows[-1]["step"]) if rows else 0
+            line.rewards = tuple(_numbers(rows, "reward/mean"))
+            line.reward = line.rewards[-1] if line.rewards else None
+            line.findings = int(sum(_numbers(rows[-1:], "findings/open")))
+            line.held_out = _held_out(folder)
+            try:
+                total = folder.record().get(TOTAL_STEPS)
+                line.total_steps = int(total) if total else folder.config().train.steps
+            except (PenstockError, ValueError):
+                line.state = "damaged"
+            if line.total_steps and line.steps >= line.total_steps:
+                line.state = "finished"
+            _fill_state(line, folder, "training")
     except (ValueError, TypeError, ArithmeticError) as error:
         # damage can put anything anywhere: one such run must not end the look at the others
         line.state = "damaged"
         line.note = f"its files cannot be read: {type(error).__name__}: {error}"
     return line
-
-
-def _fill(line: RunLine, folder: RunFolder) -> None:
-    rows = list(read_metrics(folder.metrics).values())
-    line.steps = int(rows[-1]["step"]) if rows else 0
-    line.rewards = tuple(_numbers(rows, "reward/mean"))
-    line.reward = line.rewards[-1] if line.rewards else None
-    line.findings = int(sum(_numbers(rows[-1:], "findings/open")))
-    line.held_out = _held_out(folder)
-    try:
-        total = folder.record().get(TOTAL_STEPS)
-        line.total_steps = int(total) if total else folder.config().train.steps
-    except (PenstockError, ValueError):
-        line.state = "damaged"
-    if line.total_steps and line.steps >= line.total_steps:
-        line.state = "finished"
-    _fill_state(line, folder, "training")
 
 
 def _fill_state(line: RunLine, folder: RunFolder, alive: str) -> None:
@@ -424,25 +420,6 @@ def _fill_state(line: RunLine, folder: RunFolder, alive: str) -> None:
         line.state = alive
     elif owner is Owner.KILLED and line.state == "stopped":
         line.state = "killed"
-
-
-def _fill_service(line: RunLine, folder: RunFolder) -> None:
-    _fill_state(line, folder, "serving")
-    try:
-        with CommandLog.look(folder.commands) as log:
-            ((models, waiting, newest),) = log.query(
-                f"SELECT COUNT(*) FILTER (WHERE {CREATED}), COUNT(*) FILTER (WHERE outcome IS NULL), "
-                "MAX(number) FROM commands"
-            )
-            last = log.query("SELECT kind FROM commands WHERE number = ?", (newest,))
-            line.service = ServiceLine(
-                model=model_of(log),
-                models=models,
-                waiting=waiting,
-                last=str(last[0][0])[:_MOST_KIND] if last else "",
-            )
-    except PenstockError as error:
-        line.state, line.note = "damaged", str(error)
 
 
 def model_of(log: CommandLog) -> str:
@@ -483,13 +460,10 @@ def print_runs(lines: Sequence[RunLine], console: Console, *, as_json: bool = Fa
         collapse_padding=is_narrow,
         header_style="dim",
     )
-    for name, justify in (
-        ("run", "left"),
-        ("state", "left"),
-        ("steps", "right"),
-        ("reward", "right"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for name in ("run", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("steps", "reward"):
+        table.add_column(name, justify="right", no_wrap=True)
     if not is_narrow:
         table.add_column("")
     for name in ("eval" if is_narrow else "held out", "findings", "size", "changed"):
@@ -499,15 +473,13 @@ def print_runs(lines: Sequence[RunLine], console: Console, *, as_json: bool = Fa
         held_out = line.held_out.rpartition(" ")[2] if is_narrow else line.held_out
         if line.service is not None:
             steps, held_out = "", line.service.brief if is_narrow else str(line.service)
-        curve = [Text(sparkline(console, line.rewards, width=16), style="cyan")]
-        if is_narrow:
-            curve = []
+        curve = Text(sparkline(console, line.rewards, width=16), style="cyan")
         table.add_row(
             Text(line.name, style="bold"),
             Text(line.state, style=_STYLES[line.state]),
             steps,
             "" if line.reward is None else f"{line.reward:.3f}",
-            *curve,
+            *([] if is_narrow else [curve]),
             Text(held_out),
             Text(str(line.findings) if line.findings else "", style="yellow"),
             size_text(line.size_bytes),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PenstockError, UserError
-from penstock.files import write_whole
+from penstock.files import write_for
 from penstock.inspection.dashboard.views import VIEWS, ShownRun, comparison, spread_groups
 from penstock.inspection.record import read_line
 from penstock.store.run_folder import RunFolder
@@ -39,14 +39,7 @@ def write_report(folders: list[RunFolder], out: Path | None = None) -> Path:
     path = out or folders[0].path / "report.html"
     if path.is_dir():
         raise UserError(f"report: got the folder {path}, allowed: the name of an HTML file")
-    page = report_page(folders)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, page.encode("utf-8", "replace").decode())
-    except OSError as error:
-        raise UserError(
-            f"report: cannot write {path}: {error.strerror}, allowed: a file that can be written"
-        ) from None
+    write_for("report", path, report_page(folders).encode("utf-8", "replace").decode())
     return path
 
 

@@ -27,7 +27,7 @@ from penstock.inspection.compare import evaluations, read_samples
 from penstock.rollout.agent.tree import CallTree
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
-from penstock.types import ModelCall, Rollout
+from penstock.types import ModelCall
 
 Render = Callable[[np.ndarray], str]
 
@@ -79,14 +79,8 @@ class RolloutView:
             return f"taken for step {self.step}, which is not finished"
         if self.state == "dropped":
             return f"dropped: {self.drop_reason}"
-        return {"buffered": "waiting in the buffer", "in_flight": "in flight"}.get(
-            self.state, self.state
-        )
-
-    @property
-    def version_text(self) -> str:
-        """The versions of the tokens as runs: "v3 x12, v4 x7"."""
-        return ", ".join(f"v{version} x{length}" for version, length in self.versions) or "none"
+        waiting = {"buffered": "waiting in the buffer", "in_flight": "in flight"}
+        return waiting.get(self.state, self.state)
 
     def plain(self) -> dict[str, Any]:
         """The fields as JSON values; a number that is not finite becomes None."""
@@ -110,7 +104,10 @@ def read_rollouts(
     if task is not None and task.startswith(EVALUATED):
         return find_evaluated(folder, task, where=where, step=step, limit=limit)
     with closing(Journal.look(folder.journal)) as journal:
-        _check_task(journal, task)
+        rows = journal.query("SELECT DISTINCT task FROM groups ORDER BY task")
+        names = [name for (name,) in rows]
+        if task is not None and names and task not in names:
+            raise UserError(f"task: got {task!r}, allowed: {', '.join(names)}")
         matching, render = _matching(journal, where, step, task, limit), _renderer(folder)
         return [
             sample
@@ -124,12 +121,11 @@ def _matching(
     journal: Journal, where: str | None, step: int | None, task: str | None, limit: int
 ) -> dict[str, set[str]]:
     """The ids of the rollouts that match, by group."""
-    conditions = [
-        text for text, value in (("step = ?", step), ("task = ?", task)) if value is not None
-    ]
+    known = {"step = ?": step, "task = ?": task}
+    values = {text: value for text, value in known.items() if value is not None}
+    conditions, parameters = [*values], [*values.values()]
     if where is not None and where.strip():
         conditions.append(f"({where}\n)")  # the newline ends a comment in the condition
-    parameters: list[object] = [value for value in (step, task) if value is not None]
     condition = " AND ".join(conditions) or "1"
     sql = (
         f"SELECT group_id, rollout_id FROM rollouts WHERE {condition}"
@@ -160,22 +156,41 @@ def views_of_group(
         group = journal.group(group_id)
     except (struct.error, ValueError, KeyError, IndexError, TypeError) as error:
         raise RunError(f"journal: the payload of group {group_id} is damaged: {error}") from error
-    calls = journal.calls(group_id)
-    facts = {
-        "group_id": group.group_id,
-        "task": group.task,
-        "state": state,
-        "step": step,
-        "staleness": staleness,
-        "drop_reason": drop_reason,
-    }
+    calls, prompt = journal.calls(group_id), group.prompt
     views = []
     for rollout in group.rollouts:
         model_calls = calls.get((rollout.rollout_id, rollout.seed), [])
         # an agent's request may add tools to the prompt: the first row has what the model got
         token_ids, _ = rollout.sequences()[0]
-        rendered = None if render is None else render(token_ids)
-        views.append(_view(rollout, model_calls, {**facts, "rendered_prompt": rendered}))
+        score = rollout.score
+        views.append(
+            RolloutView(
+                rollout_id=rollout.rollout_id,
+                group_id=group.group_id,
+                task=group.task,
+                prompt_id=prompt.prompt_id,
+                prompt=list(prompt.messages),
+                response=rollout.text,
+                gt_answer=prompt.gt_answer,
+                reward=score.value if score else None,
+                parts=dict(score.parts) if score else {},
+                format_ok=score.format_ok if score else None,
+                answer_ok=score.answer_ok if score else None,
+                note=score.note if score else "",
+                versions=[(segment.version, segment.length) for segment in rollout.segments],
+                num_tokens=rollout.num_sampled,
+                temperature=rollout.temperature,
+                finish_reason=rollout.finish_reason,
+                status=rollout.status.value,
+                state=state,
+                step=step,
+                error=rollout.error,
+                turns=turns_of(model_calls, rollout.earned, rollout.extra.get("unheard", ())),
+                rendered_prompt=None if render is None else render(token_ids),
+                staleness=staleness,
+                drop_reason=drop_reason,
+            )
+        )
     return views
 
 
@@ -239,32 +254,6 @@ def transcript(turns: Sequence[Mapping[str, Any]]) -> str:
         lines += [line for line in (said, *calls) if line]
         last = number
     return "\n".join(lines)
-
-
-def _view(rollout: Rollout, calls: Sequence[ModelCall], facts: dict[str, Any]) -> RolloutView:
-    """A rollout of the journal; `facts` are those that its whole group shares."""
-    prompt, score = rollout.prompt, rollout.score
-    assert prompt is not None
-    return RolloutView(
-        rollout_id=rollout.rollout_id,
-        prompt_id=prompt.prompt_id,
-        prompt=list(prompt.messages),
-        response=rollout.text,
-        gt_answer=prompt.gt_answer,
-        reward=score.value if score else None,
-        parts=dict(score.parts) if score else {},
-        format_ok=score.format_ok if score else None,
-        answer_ok=score.answer_ok if score else None,
-        note=score.note if score else "",
-        versions=[(segment.version, segment.length) for segment in rollout.segments],
-        num_tokens=rollout.num_sampled,
-        temperature=rollout.temperature,
-        finish_reason=rollout.finish_reason,
-        status=rollout.status.value,
-        error=rollout.error,
-        turns=turns_of(calls, rollout.earned, rollout.extra.get("unheard", ())),
-        **facts,
-    )
 
 
 def find_evaluated(
@@ -371,12 +360,6 @@ def _renderer(folder: RunFolder) -> Render | None:
     return ChatTemplate(tokenizer).decode_prompt
 
 
-def _check_task(journal: Journal, task: str | None) -> None:
-    names = [name for (name,) in journal.query("SELECT DISTINCT task FROM groups ORDER BY task")]
-    if task is not None and names and task not in names:
-        raise UserError(f"task: got {task!r}, allowed: {', '.join(names)}")
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
@@ -409,22 +392,20 @@ def _print(console: Console, sample: RolloutView) -> None:
         _line(console, "response", sample.response, "")
     if sample.gt_answer is not None:
         _line(console, "expected", sample.gt_answer, "")
-    style = "dim" if sample.reward is None else "green" if sample.reward > 0 else "red"
-    _line(console, "reward", _reward_text(sample), style)
+    if sample.reward is None:
+        _line(console, "reward", "none", "dim")
+    else:
+        parts = ", ".join(f"{name} {value:g}" for name, value in sample.parts.items())
+        text = f"{sample.reward:g}{f' ({parts})' if parts else ''}"
+        note = f"  {sample.note}" if sample.note else ""
+        _line(console, "reward", f"{text}{note}", "green" if sample.reward > 0 else "red")
     _line(console, "tokens", f"{sample.num_tokens} ({sample.finish_reason or 'not ended'})", "")
-    _line(console, "versions", sample.version_text, "")
+    versions = ", ".join(f"v{version} x{length}" for version, length in sample.versions)
+    _line(console, "versions", versions or "none", "")
     _line(console, "fate", sample.fate, "yellow" if sample.state == "dropped" else "")
     if sample.error:
         _line(console, "error", sample.error, "red")
     console.print()
-
-
-def _reward_text(sample: RolloutView) -> str:
-    if sample.reward is None:
-        return "none"
-    parts = ", ".join(f"{name} {value:g}" for name, value in sample.parts.items())
-    note = f"  {sample.note}" if sample.note else ""
-    return f"{sample.reward:g}" + (f" ({parts})" if parts else "") + note
 
 
 def _line(console: Console, name: str, value: str, style: str) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from penstock.inspection.record import CREATED, RunRecord, as_number, model_of
@@ -29,47 +28,28 @@ _WAITING = f"""SELECT * FROM (SELECT {_COMMAND}, COUNT(*) OVER (PARTITION BY own
     WHERE place <= {_MOST_WAITING} ORDER BY owner, place LIMIT {_MOST_OWNERS * _MOST_WAITING}"""
 
 
-@dataclass(slots=True, kw_only=True)
-class ServedModel:
-    """One model: what was asked of it, and the numbers that its answers had."""
-
-    record: RunRecord  # a step of its curves is a command
-    owner: str
-    rank: int  # 0: all weights
-    optimizer_steps: int
-    done: int
-    failed: int
-    waiting: int
-    last: dict[str, Any] | None  # its newest command
-
-
-@dataclass(slots=True, kw_only=True)
-class ServiceRecord:
-    """What the page of a service shows."""
-
-    settings: dict[str, str]
-    models: list[ServedModel]  # the newest first
-    older_models: int  # that are not among them
-    queues: list[dict[str, Any]]  # by owner: how many commands wait, and the first of them
-    commands: list[dict[str, Any]]  # the newest first
-
-
-def read_service(folder: RunFolder) -> ServiceRecord:
-    """The record of a service from its folder."""
+def read_service(folder: RunFolder) -> dict[str, Any]:
+    """What the page of a service shows: its settings, models, queues by owner, and newest commands."""
     with CommandLog.look(folder.commands) as log:
         ((created,),) = log.query(f"SELECT COUNT(*) FROM commands WHERE {CREATED}")
         models = list(_models(log))
         newest = f"SELECT {_COMMAND} FROM commands ORDER BY number DESC LIMIT {_NEWEST}"
-        return ServiceRecord(
-            settings={"model": model_of(log), "folder": str(folder.path)},
-            models=models,
-            older_models=created - len(models),
-            queues=_queues(log),
-            commands=[_command(*row) for row in log.query(newest)],
-        )
+        queues: dict[str, dict[str, Any]] = {}
+        for *row, count, _ in log.query(_WAITING):
+            command = _command(*row)
+            queue = {"owner": command["owner"], "waiting": count, "first": []}
+            queues.setdefault(_text(row[2]), queue)["first"].append(command)
+        return {
+            "settings": {"model": model_of(log), "folder": str(folder.path)},
+            "models": models,
+            "older_models": created - len(models),
+            "queues": list(queues.values()),
+            "commands": [_command(*row) for row in log.query(newest)],
+        }
 
 
-def _models(log: CommandLog) -> Iterator[ServedModel]:
+def _models(log: CommandLog) -> Iterator[dict[str, Any]]:
+    """Yield what was asked of each model, the newest first, and its record, whose steps are commands."""
     body = f"CASE WHEN length(body) < {_MOST_JSON} THEN CAST(body AS TEXT) END"
     for line, seq, owner, rank in log.query(
         f"SELECT line, seq, owner, json_extract({body}, '$.lora_config.rank') FROM commands "
@@ -84,16 +64,13 @@ def _models(log: CommandLog) -> Iterator[ServedModel]:
         )
         newest = f"SELECT {_COMMAND} FROM commands WHERE line = ? ORDER BY number DESC LIMIT 1"
         last = [_command(*row) for row in log.query(newest, (name,))]
-        yield ServedModel(
-            record=_record(log, name),
-            owner=_owner(owner),
-            rank=_whole(rank),
-            optimizer_steps=counts[0],
-            done=counts[1],
-            failed=counts[2],
-            waiting=counts[3],
-            last=last[0] if last else None,
-        )
+        yield {
+            "record": _record(log, name),
+            "owner": _owner(owner),
+            "rank": _whole(rank),  # 0: all weights
+            **dict(zip(("optimizer_steps", "done", "failed", "waiting"), counts, strict=True)),
+            "last": last[0] if last else None,
+        }
 
 
 def _record(log: CommandLog, name: str) -> RunRecord:
@@ -107,15 +84,6 @@ def _record(log: CommandLog, name: str) -> RunRecord:
     for place, curve in enumerate(_CURVES, start=1):
         record.curves[curve] = [as_number(row[place]) for row in rows]
     return record
-
-
-def _queues(log: CommandLog) -> list[dict[str, Any]]:
-    queues: dict[str, dict[str, Any]] = {}
-    for *row, count, _ in log.query(_WAITING):
-        command = _command(*row)
-        queue = {"owner": command["owner"], "waiting": count, "first": []}
-        queues.setdefault(_text(row[2]), queue)["first"].append(command)
-    return list(queues.values())
 
 
 def _command(

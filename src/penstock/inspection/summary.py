@@ -17,7 +17,7 @@ from penstock.inspection.findings import find
 from penstock.inspection.findings.observed import read_observed
 from penstock.inspection.record import FigureChange, Figures, RunRecord, read_run, take_figures
 from penstock.inspection.timeline import worked_s
-from penstock.inspection.track.console import LOSS, finding_table, sparkline
+from penstock.inspection.track.console import LOSS, fact_table, finding_table, sparkline
 from penstock.rollout.evaluation.evaluate import EvalResult
 from penstock.store.checkpoint import CheckpointStore
 from penstock.store.run_folder import RunFolder
@@ -27,34 +27,32 @@ def print_summary(console: Console, folder: RunFolder) -> None:
     """Print what the run reached, how each side spent its time, what was dropped, and what is next."""
     record = read_run(folder)
     figures = take_figures(record)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in _lines(console, record, figures, _time(figures, worked_s(folder))):
+    table = fact_table()
+    # the time of the steps, then of all sessions of the run: a pause is in neither
+    worked = worked_s(folder)
+    training = "" if figures.seconds is None else f" in {duration(figures.seconds)}"
+    rest = "" if worked is None else f", {duration(worked)} with starts and evaluations"
+    for name, value in _lines(console, record, figures, f"{figures.steps}{training}{rest}"):
         table.add_row(name, value)
     console.print()
     console.print(table)
     if record.findings:
         console.print()
         console.print(finding_table(record.findings))
-    report = folder.path / "report.html"
+    report, paths = folder.path / "report.html", list[tuple[str, object]]()
     if report.is_file():
-        _path(console, "report", str(report))
-    _path(console, "run folder", str(folder.path))
-    model = CheckpointStore(folder.checkpoints).newest_model()
-    if model is not None:
-        _path(console, "model", str(model))
-        _path(console, "next", f"penstock rollouts {folder.path}")
-        _path(console, "next", f"penstock chat {folder.path}")
+        paths.append(("report", report))
+    paths.append(("run folder", folder.path))
+    if (model := CheckpointStore(folder.checkpoints).newest_model()) is not None:
         best = "--step best " if folder.config().checkpoint.keep_best else ""
-        _path(console, "next", f"penstock export {folder.path} {best}--to FOLDER")
-
-
-def _time(figures: Figures, worked: float | None) -> str:
-    """The steps and their time, and the time of all sessions of the run; a pause is in neither."""
-    training = "" if figures.seconds is None else f" in {duration(figures.seconds)}"
-    rest = "" if worked is None else f", {duration(worked)} with starts and evaluations"
-    return f"{figures.steps}{training}{rest}"
+        paths += [
+            ("model", model),
+            ("next", f"penstock rollouts {folder.path}"),
+            ("next", f"penstock chat {folder.path}"),
+            ("next", f"penstock export {folder.path} {best}--to FOLDER"),
+        ]
+    for name, path in paths:  # never wrapped, so that it can be copied
+        console.print(Text.assemble((f"{name}: ", "dim"), (str(path), "bold")), soft_wrap=True)
 
 
 def print_findings(folder: RunFolder, console: Console, *, as_json: bool = False) -> int:
@@ -106,13 +104,13 @@ def _lines(
         bounds = (0.0, 1.0) if measure == "accuracy" else (None, None)
         plot = sparkline(console, [row[measure] for row in rows], *bounds)
         lines.append((f"{task} {measure}", _change(figures.held_out[task], plot)))
-    reward = figures.reward
-    plot = sparkline(console, record.curves.get("reward/mean", []))
     if figures.loss is not None:
-        plot = sparkline(console, record.curves[LOSS])
-        lines.append(("loss", _change(figures.loss, plot)))
+        lines.append(("loss", _change(figures.loss, sparkline(console, record.curves[LOSS]))))
+    elif figures.reward is not None:
+        plot = sparkline(console, record.curves["reward/mean"])
+        lines.append(("reward", _change(figures.reward, plot)))
     else:
-        lines.append(("reward", Text("not logged") if reward is None else _change(reward, plot)))
+        lines.append(("reward", Text("not logged")))
     lines.append(("steps", Text(steps)))
     if figures.tokens_per_s is not None:
         lines.append(("generated", Text(f"{figures.tokens_per_s:,.0f} tokens/s")))
@@ -146,8 +144,3 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
-
-
-def _path(console: Console, name: str, path: str) -> None:
-    """Print a path on one line, never wrapped, so that it can be copied."""
-    console.print(Text.assemble((f"{name}: ", "dim"), (path, "bold")), soft_wrap=True)

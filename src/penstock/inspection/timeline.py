@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from penstock.errors import UserError
 from penstock.files import read_rows, write_whole
@@ -73,14 +72,13 @@ def read_events(folder: RunFolder) -> list[Event]:
     path = folder.path / "timeline" / TIMELINE_FILE
     if not path.is_file():
         raise UserError(f"run {folder.path}: got no {path.name}, allowed: a run that wrote one")
-    events = [Event(**row) for row in read_rows(path)[0] if _is_event(row)]
+    events = []
+    for row in read_rows(path)[0]:
+        are_texts = all(isinstance(row.get(name), str) for name in ("lane", "what"))
+        are_times = all(type(row.get(name)) in (int, float) for name in ("start", "end"))
+        if are_texts and are_times and row.keys() <= {"lane", "what", "start", "end", "detail"}:
+            events.append(Event(**row))
     return sorted(events, key=lambda event: (event.start, -event.end))
-
-
-def _is_event(row: dict[str, Any]) -> bool:
-    are_texts = all(isinstance(row.get(name), str) for name in ("lane", "what"))
-    are_times = all(type(row.get(name)) in (int, float) for name in ("start", "end"))
-    return are_texts and are_times and row.keys() <= {"lane", "what", "start", "end", "detail"}
 
 
 def lanes(events: list[Event]) -> list[Lane]:
@@ -92,16 +90,18 @@ def lanes(events: list[Event]) -> list[Lane]:
     for event in events:
         if event.what != SESSION:
             by_lane[event.lane].append(event)
-    by_name = [
-        Lane(
-            name,
-            _merge(call for call in calls if call.what not in _WAITING),
-            _merge(call for call in calls if call.what in _WAITING),
-            total,
-        )
-        for name, calls in by_lane.items()
-    ]
-    return sorted(by_name, key=lambda lane: (_rank(lane.name), lane.name))
+    by_name = []
+    for name, calls in by_lane.items():
+        busy = _merge(call for call in calls if call.what not in _WAITING)
+        waiting = _merge(call for call in calls if call.what in _WAITING)
+        by_name.append(Lane(name, busy, waiting, total))
+    order = ("trainer", "engine", "rewards", "eval", "checkpoint", "journal", "loop", "produce")
+
+    def place(lane: Lane) -> tuple[int, str]:
+        known = (n for n, start in enumerate(order) if lane.name.startswith(start))
+        return next(known, len(order)), lane.name
+
+    return sorted(by_name, key=place)
 
 
 def by_session(events: list[Event]) -> list[list[Event]]:
@@ -148,11 +148,6 @@ def worked_s(folder: RunFolder) -> float | None:
 def covered(events: Iterable[Event]) -> float:
     """The seconds in which at least one event is open."""
     return sum(end - start for start, end in _merge(events))
-
-
-def _rank(name: str) -> int:
-    order = ("trainer", "engine", "rewards", "eval", "checkpoint", "journal", "loop", "produce")
-    return next((n for n, start in enumerate(order) if name.startswith(start)), len(order))
 
 
 def _merge(events: Iterable[Event]) -> list[Interval]:

@@ -17,7 +17,6 @@ from functools import partial
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from penstock.config import Config, EvalConfig, SamplingConfig
@@ -31,7 +30,7 @@ from penstock.files import ScratchFolder, count
 from penstock.inspection.findings import Observed, find
 from penstock.inspection.findings.observed import WINDOW, looked_at_settings
 from penstock.inspection.summary import duration
-from penstock.inspection.track.console import finding_table
+from penstock.inspection.track.console import fact_table, finding_table
 from penstock.inspection.track.logs import Finding
 from penstock.rollout.agent import AgentLoop
 from penstock.rollout.agent.build import CheckResult, check_agent, try_agent
@@ -41,7 +40,7 @@ from penstock.run.fit import Fit, fitted
 from penstock.run.job import open_agent, open_reward, open_trainer, serve_agents
 from penstock.run.run_data import RunData, count_steps, duplicates, overlaps
 from penstock.store.journal import Journal
-from penstock.types import Batch, Group, Rollout, Status
+from penstock.types import Batch, Group, Status
 from penstock.waits import Waits
 from penstock.workers.inline import opened_engine
 
@@ -86,12 +85,6 @@ class Rehearsal:
         return [rollout.error for rollout in rollouts if rollout.status is Status.FAILED]
 
     @property
-    def mean_length(self) -> float:
-        groups = self.measured or self.groups
-        tokens = sum(group.num_response_tokens for group in groups)
-        return tokens / max(1, sum(len(group.rollouts) for group in groups))
-
-    @property
     def stretch(self) -> float:
         """How many times longer a response may be in the run than here."""
         most = self.config.task_sampling
@@ -100,16 +93,16 @@ class Rehearsal:
 
     def findings(self) -> list[Finding]:
         """What would be found if the run stayed as these prompts are."""
-        rows = [{"step": step, **self.metrics} for step in range(1, WINDOW + 1)]
+        steps = range(1, WINDOW + 1)
         # what ends early here ends later in the run
-        if self.cut or self.trained < len(self.groups):
-            rows = []
+        if self.cut or self.trained < len(self.groups) or not self.metrics:
+            steps = range(0)
         return find(
             Observed(
                 run="RUN",
                 config=self.config,
                 settings=looked_at_settings(self.config),
-                rows=rows if self.metrics else [],
+                rows=[{"step": step, **self.metrics} for step in steps],
                 facts=self.facts,
                 batch=Batch(step=1, groups=tuple(self.groups)),
             )
@@ -137,33 +130,12 @@ class Rehearsal:
 
 def rehearse(config: Config) -> Rehearsal:
     """Sample, score and train on the first prompts of each task; a UserError names what cannot work."""
-    fit = fitted(config)
-    return asyncio.run(_rehearse(fit))
+    return asyncio.run(_rehearse(fitted(config)))
 
 
 async def _rehearse(fit: Fit) -> Rehearsal:
     config = fit.config
     data = await RunData.read(config)
-    seen = _look(config, data)
-    seen.fit = fit
-    seen.notes += fit.choices
-    await _probe_rewards(config, data)
-    await _sample(seen, data)
-    if not seen.errors and seen.sampling_s < _LONGEST_S:
-        await _train(seen)
-    return seen
-
-
-async def _probe_rewards(config: Config, data: RunData) -> None:
-    """Try each reward that asks a server once; raise RewardError if one does not answer."""
-    for name, dataset in data.train.items():
-        async with AsyncExitStack() as closing:
-            sampling, task = config.task_sampling(name), config.tasks[name]
-            await open_reward(task, sampling, dataset.is_chat, closing).probe()
-
-
-def _look(config: Config, data: RunData) -> Rehearsal:
-    """Count and measure the data."""
     seen = Rehearsal(config=config, total_steps=count_steps(config, data.train))
     asked = {name: list(dataset.messages()) for name, dataset in data.evaluation.items()}
     seen.facts = measure(config, data.by_key()) | overlaps(data.train, asked)
@@ -175,6 +147,15 @@ def _look(config: Config, data: RunData) -> Rehearsal:
             f"{count(len(dataset), 'prompt')} of {lengths[0]} to {dataset.longest} tokens (median "
             f"{lengths[len(lengths) // 2]}); responses of at most {config.task_sampling(name).max_tokens}"
         )
+    seen.fit = fit
+    seen.notes += fit.choices
+    for name, dataset in data.train.items():  # each reward that asks a server is tried once
+        async with AsyncExitStack() as closing:
+            sampling, task = config.task_sampling(name), config.tasks[name]
+            await open_reward(task, sampling, dataset.is_chat, closing).probe()
+    await _sample(seen, data)
+    if not seen.errors and seen.sampling_s < _LONGEST_S:
+        await _train(seen)
     return seen
 
 
@@ -250,12 +231,6 @@ async def bearable_sampling(
     return sampling.model_copy(update=fewer), whole_s
 
 
-def _on_cpu(config: Config) -> bool:
-    from penstock.model.loading import choose_device  # imports torch
-
-    return choose_device(config.model.device, 0).type == "cpu"
-
-
 async def _token_s(
     engine: InferenceEngine, sampling: SamplingConfig, prompt_ids: np.ndarray, count: int
 ) -> float:
@@ -274,19 +249,14 @@ async def _generate(
     agents: Mapping[str, tuple[AgentLoop, Sampler]], cursors: range
 ) -> tuple[list[Group], float]:
     """The groups of these cursors of every task, and the seconds that they took."""
-    groups = {
-        name: [sampler.group_at(cursor) for cursor in cursors]
-        for name, (_, sampler) in agents.items()
-    }
+    groups, working = list[Group](), []
     started = time.monotonic()
-    await asyncio.gather(
-        *(
-            agents[name][0].generate_group(group.rollouts)
-            for name, drawn in groups.items()
-            for group in drawn
-        )
-    )
-    return [group for drawn in groups.values() for group in drawn], time.monotonic() - started
+    for agent, sampler in agents.values():
+        drawn = [sampler.group_at(cursor) for cursor in cursors]
+        groups += drawn
+        working += [agent.generate_group(group.rollouts) for group in drawn]
+    await asyncio.gather(*working)
+    return groups, time.monotonic() - started
 
 
 async def _train(seen: Rehearsal) -> None:
@@ -316,7 +286,9 @@ async def _train(seen: Rehearsal) -> None:
                 seen.token_s = seconds / _trained_tokens(groups)
                 seen.trained, seen.metrics = len(groups), report.metrics
 
-            if seen.cut and _on_cpu(seen.config):
+            from penstock.model.loading import choose_device  # imports torch
+
+            if seen.cut and choose_device(seen.config.model.device, 0).type == "cpu":
                 await update(1, [first])
                 return
             await update(1, pair)
@@ -329,10 +301,7 @@ async def _train(seen: Rehearsal) -> None:
 
 def _trained_tokens(groups: Sequence[Group]) -> int:
     """The tokens that an update computes: each prompt once, and every response."""
-    return sum(
-        len(group.prompt.token_ids) + sum(len(rollout.response_ids) for rollout in group.rollouts)
-        for group in groups
-    )
+    return sum(len(group.prompt.token_ids) + group.num_response_tokens for group in groups)
 
 
 def _placement(seen: Rehearsal) -> Iterator[str]:
@@ -389,9 +358,7 @@ def print_rehearsal(console: Console, seen: Rehearsal) -> int:
     """Print what was seen; return 1 if a response could not be sampled or scored, else 0."""
     for group in seen.groups:
         _print_group(console, seen.prompts[group.group_id], group)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = fact_table()
     for task, lengths in seen.lengths.items():
         table.add_row(f"tasks.{task}", Text(lengths))
     for task, here in seen.cut.items():
@@ -405,8 +372,11 @@ def print_rehearsal(console: Console, seen: Rehearsal) -> int:
     if peak := seen.metrics.get("memory/peak_mib"):
         table.add_row("memory", f"the trainer's peak in this check {peak:,.0f} MiB")
     if seen.groups and not seen.errors:
+        seconds = seen.seconds_per_step()[2] * seen.total_steps
+        length = "are as long as they may be" if seen.stretch > 1 else "keep their length"
+        whole = f"{count(seen.total_steps, 'step')}, about {duration(seconds)} without evaluations"
         table.add_row("a step", Text(_step(seen)))
-        table.add_row("the run", Text(_run(seen)))
+        table.add_row("the run", Text(f"{whole}, if responses {length}"))
     console.print(table)
     if seen.fit is not None and seen.fit.devices:
         console.print(seen.fit.table())
@@ -435,19 +405,15 @@ def _print_group(console: Console, prompt: str, group: Group) -> None:
     )
     shown = ranked if len(ranked) <= _SHOWN else [ranked[0], ranked[len(ranked) // 2], ranked[-1]]
     for rollout in shown:
-        console.print(
-            Text.assemble((f"  {_judged(rollout)}  ", "bold"), _clip(rollout.text) or "(empty)"),
-            soft_wrap=True,
-        )
+        judged = "failed"
+        if rollout.score is not None:
+            cut = ", cut off" if rollout.finish_reason == "length" else ""
+            note = f", {rollout.score.note}" if rollout.score.note else ""
+            tokens = len(rollout.response_ids)
+            judged = f"reward {rollout.score.value:g} ({tokens} tokens{cut}{note})"
+        response = Text.assemble((f"  {judged}  ", "bold"), _clip(rollout.text) or "(empty)")
+        console.print(response, soft_wrap=True)
     console.print()
-
-
-def _judged(rollout: Rollout) -> str:
-    if rollout.score is None:
-        return "failed"
-    cut = ", cut off" if rollout.finish_reason == "length" else ""
-    note = f", {rollout.score.note}" if rollout.score.note else ""
-    return f"reward {rollout.score.value:g} ({len(rollout.response_ids)} tokens{cut}{note})"
 
 
 def _clip(text: str) -> str:
@@ -458,17 +424,11 @@ def _clip(text: str) -> str:
 
 def _step(seen: Rehearsal) -> str:
     generating, training, both = seen.seconds_per_step()
-    tokens = (
-        seen.mean_length * seen.config.train.groups_per_step * seen.config.sampling.num_generations
-    ) * seen.stretch
+    groups, config = seen.measured or seen.groups, seen.config
+    tokens = sum(group.num_response_tokens for group in groups) * seen.stretch
+    tokens /= max(1, sum(len(group.rollouts) for group in groups))
+    tokens *= config.train.groups_per_step * config.sampling.num_generations
     said = f"{tokens:,.0f} tokens are generated in {duration(generating)}"
     if seen.token_s is None:
         return f"at least {duration(both)}: {said}; training was not measured"
     return f"about {duration(both)}: {said} and trained in {duration(training)}"
-
-
-def _run(seen: Rehearsal) -> str:
-    seconds = seen.seconds_per_step()[2] * seen.total_steps
-    length = "are as long as they may be" if seen.stretch > 1 else "keep their length"
-    steps = count(seen.total_steps, "step")
-    return f"{steps}, about {duration(seconds)} without evaluations, if responses {length}"

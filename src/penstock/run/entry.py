@@ -8,7 +8,7 @@ folder. Import nothing heavy here: it would delay the start of the processes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,19 +65,8 @@ def resume(
             check_journal(folder)  # raises if the journal is damaged, and says what to do
             raise
         sweep_scratch()  # also if nothing is left to do: its last driver may have been killed
-        if not overrides and (rule := _ended_by(folder, config)):
-            say(
-                f"{folder.path} was ended by train.stop_when ({rule}); go on with: "
-                f"penstock resume {folder.path} 'train.stop_when=[]'",
-                error=True,
-            )
-            return
-        if not overrides and (steps := _finished_steps(folder, config)):
-            say(
-                f"{folder.path} is finished ({steps} of {steps} steps); go on with: "
-                f"penstock resume {folder.path} train.steps={2 * steps}",
-                error=True,
-            )
+        if not overrides and (ending := _already_ended(folder, config)):
+            say(ending, error=True)
             return
         is_fork = folder.origin() is not None  # its trainer needs no process
         with nullcontext() if is_fork else early_workers(config):
@@ -115,41 +104,41 @@ def _settings(
     return config, changes
 
 
-def _finished_steps(folder: RunFolder, config: Config) -> int:
-    """The steps of a run that has nothing left to do: trained, evaluated and saved; 0 for any other."""
-    from penstock.data.identity import TOTAL_STEPS
-    from penstock.rollout.evaluation.evaluate import read_summaries
-
-    total = config.train.steps or int(folder.record().get(TOTAL_STEPS) or 0)
-    if not total or _saved_step(folder) < total:
-        return 0
-    rows = read_summaries(folder.evaluations)
-    evaluated = {row["task"] for row in rows if row["step"] == total}
-    return total if config.eval.tasks.keys() <= evaluated else 0
-
-
 def _saved_step(folder: RunFolder) -> int:
     """The last step of a run, if its model is saved; else 0."""
     from penstock.store.checkpoint import CheckpointStore
     from penstock.store.journal import Journal
 
-    model = CheckpointStore(folder.checkpoints).newest_model()
-    try:
+    model, step = CheckpointStore(folder.checkpoints).newest_model(), 0
+    with suppress(PenstockError):  # a resume tells what is wrong and what to do
         with closing(Journal.look(folder.journal)) as journal:
             step = journal.last_committed_step()
-    except PenstockError:
-        return 0  # a resume tells what is wrong and what to do
     return step if model is not None and model.parent.name == f"step-{step}" else 0
 
 
-def _ended_by(folder: RunFolder, config: Config) -> str:
-    """The rule that has ended a run before its last step, after which its model was saved; empty: none has."""
-    if not config.train.stop_when or not _saved_step(folder):
-        return ""
-    from penstock.inspection.findings import find
-    from penstock.inspection.findings.observed import read_observed
-    from penstock.run.stop_rules import StopRules
+def _already_ended(folder: RunFolder, config: Config) -> str:
+    """How a run ended that has nothing left to do, and how it goes on; empty for any other."""
+    from penstock.data.identity import TOTAL_STEPS
+    from penstock.rollout.evaluation.evaluate import read_summaries
 
-    observed = read_observed(folder)
-    last = observed.rows[-1] if observed.rows else {}
-    return StopRules(config.train.stop_when, folder.evaluations).met(last, find(observed))
+    saved = _saved_step(folder)
+    if config.train.stop_when and saved:
+        from penstock.inspection.findings import find
+        from penstock.inspection.findings.observed import read_observed
+        from penstock.run.stop_rules import StopRules
+
+        observed = read_observed(folder)
+        last = observed.rows[-1] if observed.rows else {}
+        rules = StopRules(config.train.stop_when, folder.evaluations)
+        if rule := rules.met(last, find(observed)):
+            ending, change = f"was ended by train.stop_when ({rule})", "'train.stop_when=[]'"
+            return f"{folder.path} {ending}; go on with: penstock resume {folder.path} {change}"
+    total = config.train.steps or int(folder.record().get(TOTAL_STEPS) or 0)
+    rows = read_summaries(folder.evaluations)
+    evaluated = {row["task"] for row in rows if row["step"] == total}
+    if not total or saved < total or not config.eval.tasks.keys() <= evaluated:
+        return ""
+    return (
+        f"{folder.path} is finished ({total} of {total} steps); go on with: "
+        f"penstock resume {folder.path} train.steps={2 * total}"
+    )

@@ -107,15 +107,13 @@ class Device:
     @property
     def need(self) -> int:
         """The most at one time; a process keeps what CUDA itself takes while the other side has the GPU."""
-        by_role = {True: 0, False: 0}
-        for part in self.parts:
-            by_role[part.name == "trainer"] += part.total
+        whole = sum(part.total for part in self.parts)
         if not self.in_turns:
-            return sum(by_role.values())
-        kept = {True: 0, False: 0}
+            return whole
+        freed = {True: 0, False: 0}  # while the trainer has the GPU, and while an engine has it
         for part in self.parts:
-            kept[part.name == "trainer"] += part.sizes["other"]
-        return max(by_role[role] + kept[not role] for role in (True, False))
+            freed[part.name != "trainer"] += part.total - part.sizes["other"]
+        return whole - min(freed.values())
 
     @property
     def place(self) -> str:
@@ -191,9 +189,14 @@ def _fits(
     config: Config, words: Sequence[str], shape: ModelShape, machine: Machine
 ) -> Iterator[Fit]:
     """Yield what the run needs with each choice, beside these settings."""
+    place = _on_gpus if machine.gpus else _on_host
     for chosen in _chosen(config, machine):
+        overrides = [*words, *chosen]
         with suppress(UserError):  # some do not go with others of the config
-            yield _estimate(config, [*words, *chosen], shape, machine)
+            changed = with_overrides(config, overrides) if overrides else config
+            told = [f"{w}: {_WHY[w]}, so that the run fits" for w in overrides if w in _WHY]
+            devices = tuple(place(changed, shape, machine))
+            yield Fit(config=changed, devices=devices, choices=tuple(told))
 
 
 def _chosen(config: Config, machine: Machine) -> Iterator[list[str]]:
@@ -205,13 +208,8 @@ def _chosen(config: Config, machine: Machine) -> Iterator[list[str]]:
     yield []
     train, decided = config.train.model_fields_set, config.launch.model_fields_set
     turns = [_TURNS] if machine.gpus and "colocate" not in decided else []
-    free = [
-        words
-        for words in (_AWAY, _AGAIN, _SHORT)
-        if words.partition("=")[0].removeprefix("train.") not in train
-    ]
-    if not machine.gpus:
-        free = [words for words in free if words != _AWAY]
+    usable = (_AWAY, _AGAIN, _SHORT) if machine.gpus else (_AGAIN, _SHORT)
+    free = [w for w in usable if w.partition("=")[0].removeprefix("train.") not in train]
     for place in (turns, []):
         for chosen in range(2 ** len(free)):
             yield [*place, *(words for bit, words in enumerate(free) if chosen >> bit & 1)]
@@ -223,18 +221,6 @@ def say_fit(fit: Fit) -> None:
         console(stderr=True).print(fit.table())
     for choice in fit.choices:
         say(f"note: {choice}", error=True)
-
-
-def _estimate(config: Config, overrides: Sequence[str], shape: ModelShape, machine: Machine) -> Fit:
-    if overrides:
-        config = with_overrides(config, overrides)
-    devices = tuple(
-        _on_gpus(config, shape, machine) if machine.gpus else _on_host(config, shape, machine)
-    )
-    choices = tuple(
-        f"{words}: {_WHY[words]}, so that the run fits" for words in overrides if words in _WHY
-    )
-    return Fit(config=config, devices=devices, choices=choices)
 
 
 def _refusal(config: Config, shape: ModelShape, machine: Machine) -> str:
@@ -254,17 +240,14 @@ def _refusal(config: Config, shape: ModelShape, machine: Machine) -> str:
 
 def _nearest(config: Config, machine: Machine) -> Iterator[list[str]]:
     """Settings that need less memory, the smallest change first."""
-    decided = [_AWAY, _AGAIN, _SHORT]
-    if machine.gpus:
-        decided.insert(0, _TURNS)
-    for words in decided:
-        yield [words]
+    decided = [*([_TURNS] if machine.gpus else []), _AWAY, _AGAIN, _SHORT]
+    yield from ([words] for words in decided)
     yield decided
     if config.train.micro_batch_tokens > LEAST_TOKENS:
         yield [f"train.micro_batch_tokens={LEAST_TOKENS}"]
-    for fewer in (config.launch.num_producers // 2**n for n in range(1, 30)):
-        if fewer:
-            yield [f"launch.num_producers={fewer}"]
+    fewer = config.launch.num_producers
+    while fewer := fewer // 2:
+        yield [f"launch.num_producers={fewer}"]
     for part in (2, 4, 8):
         yield [f"sampling.max_tokens={max(1, config.sampling.max_tokens // part)}"]
     for ranks in range(config.launch.num_consumers + 1, len(machine.gpus) + 1):
@@ -293,9 +276,8 @@ def _on_gpus(config: Config, shape: ModelShape, machine: Machine) -> Iterator[De
             parts.append(part)
         beside = bool(parts) and not launch.colocate
         cache = int(total * _BESIDE / max(1, engines.count(gpu))) if beside else 0
-        for place in engines:
-            if place == gpu:
-                parts.append(_engine(config, shape, each, on_gpu=True, cache=cache))
+        engine = _engine(config, shape, each, on_gpu=True, cache=cache)
+        parts += [engine] * engines.count(gpu)
         in_turns = launch.colocate and len({part.name for part in parts}) > 1
         if in_turns:
             for column in asleep:
@@ -315,11 +297,11 @@ def _on_host(config: Config, shape: ModelShape, machine: Machine) -> Iterator[De
     engine = _engine(config, shape, each, on_gpu=False)
     ranks = config.launch.num_consumers
     parts = [trainer] * ranks + [Part(name="checkpoint", sizes={"other": saved * ranks})]
-    if config.num_engines > 3:  # one line for all of them
-        each_size = {name: size * config.num_engines for name, size in engine.sizes.items()}
-        parts.append(Part(name=f"{config.num_engines} engines", sizes=each_size))
-    else:
-        parts += [engine] * config.num_engines
+    engines = [engine] * config.num_engines
+    if len(engines) > 3:  # one line for all of them
+        sizes = {name: size * len(engines) for name, size in engine.sizes.items()}
+        engines = [Part(name=f"{len(engines)} engines", sizes=sizes)]
+    parts += engines
     yield Device(name="host", total=machine.host, parts=tuple(parts))
 
 
@@ -329,10 +311,18 @@ def _trainer(config: Config, shape: ModelShape, each: int, total: int | None) ->
     algorithms = [method.settings for method in task_algorithms(config).values()]
     own_reference = rank > 0 and not train.reference
     refers = any(settings.needs_reference for settings in algorithms) and not own_reference
+    # the largest pack that a step cannot do without; a longer sequence goes alone
+    longest = _longest_trained(config, shape)
+    samplings = [config.task_sampling(name).num_generations for name in config.tasks]
+    step = train.groups_per_step * max(samplings, default=1) * longest
+    pack = min(step, max(train.micro_batch_tokens or LEAST_TOKENS, longest))
+    published = 0 if config.launch.kind == "inline" else _PUBLISHED  # that wait for engines
+    if total is not None:
+        published = int(not config.launch.colocate)
     needs = trainer_needs(
         shape,
         each=each,
-        tokens=_pack(config, shape),
+        tokens=pack,
         rank=rank,
         checkpointing=train.gradient_checkpointing,
         joint=total is not None and each == 2 and not rank and ranks == 1,
@@ -342,7 +332,7 @@ def _trainer(config: Config, shape: ModelShape, each: int, total: int | None) ->
         averages=train.reference_moves + bool(train.ema_decay),
         scorers=(refers and not train.reference_moves)
         + sum(teacher.is_loaded for teacher in config.teachers.values()),
-        published=_published(config, total is not None),
+        published=published,
         moments=moment_bytes(train.moments),
     )
     part = Part(
@@ -359,35 +349,19 @@ def _trainer(config: Config, shape: ModelShape, each: int, total: int | None) ->
     return part, needs.saved
 
 
-def _published(config: Config, on_gpu: bool) -> int:
-    """Copies of the weights that wait for engines beside the trainer."""
-    if on_gpu:
-        return not config.launch.colocate
-    return 0 if config.launch.kind == "inline" else _PUBLISHED
-
-
-def _pack(config: Config, shape: ModelShape) -> int:
-    """The tokens of the largest pack that a step cannot do without; a longer sequence goes alone."""
-    longest = _longest_trained(config, shape)
-    samplings = [config.task_sampling(name).num_generations for name in config.tasks]
-    step = config.train.groups_per_step * max(samplings, default=1) * longest
-    return min(step, max(config.train.micro_batch_tokens or LEAST_TOKENS, longest))
-
-
 def _longest_trained(config: Config, shape: ModelShape) -> int:
     """The tokens of the longest row; evaluations and judges generate more, which nobody trains."""
     lengths = [config.train.ptx.max_tokens] if config.train.ptx.coefficient else []
     for name, task in config.tasks.items():
-        own_loop = task.agent not in AGENTS and loop_class(f"tasks.{name}", task) is not None
-        if own_loop:  # its rows may have any length
-            return _longest(config, shape)
+        if task.agent not in AGENTS and loop_class(f"tasks.{name}", task) is not None:
+            return _longest(config, shape)  # rows of a loop of its own may have any length
         lengths.append(task.max_prompt_tokens + config.task_sampling(name).max_tokens)
     return min(max(lengths), shape.positions or max(lengths))
 
 
 def _longest(config: Config, shape: ModelShape) -> int:
-    longest = config.longest_sequence or shape.positions or LEAST_TOKENS
-    return min(longest, shape.positions or longest)
+    lengths = (config.longest_sequence, shape.positions)
+    return min(filter(None, lengths), default=LEAST_TOKENS)
 
 
 def _engine(config: Config, shape: ModelShape, each: int, *, on_gpu: bool, cache: int = 0) -> Part:

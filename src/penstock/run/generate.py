@@ -8,7 +8,6 @@ the config's tasks is scored with that task's rewards.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from penstock.config import Config, TaskDataConfig
 from penstock.config.demo import context_length
 from penstock.data.chat import ChatTemplate
 from penstock.data.dataset import first_prompts, gives_own_reward
-from penstock.engine.protocol import Generation, GenerationRequest, InferenceEngine, SamplingParams
+from penstock.engine.protocol import GenerationRequest, InferenceEngine, SamplingParams
 from penstock.errors import EngineError, RewardError, UserError
 from penstock.reward import build_reward
 from penstock.rollout.evaluation.score import answered
@@ -69,24 +68,21 @@ async def _generate(
             )
     async with opened_engine(config) as engine:
         generations = await engine.generate_many(requests)
-    repeated = [prompt for prompt in prompts for _ in range(num_generations)]
-    return [
-        _sample(prompt, generation, chat)
-        for prompt, generation in zip(repeated, generations, strict=True)
-    ]
-
-
-def _sample(prompt: str, generation: Generation, chat: ChatTemplate) -> Sample:
-    if generation.finish_reason == "error":
-        raise EngineError(f"generate: {generation.error}")
-    ids = generation.token_ids.tolist()
-    return Sample(
-        prompt=prompt,
-        text=chat.decode(ids),
-        tokens=tuple(chat.decode_prompt([token]) for token in ids),
-        logprobs=tuple(float(value) for value in generation.logprobs),
-        finish_reason=generation.finish_reason,
-    )
+    samples = []
+    for number, generation in enumerate(generations):
+        if generation.finish_reason == "error":
+            raise EngineError(f"generate: {generation.error}")
+        ids = generation.token_ids.tolist()
+        samples.append(
+            Sample(
+                prompt=prompts[number // num_generations],
+                text=chat.decode(ids),
+                tokens=tuple(chat.decode_prompt([token]) for token in ids),
+                logprobs=tuple(map(float, generation.logprobs)),
+                finish_reason=generation.finish_reason,
+            )
+        )
+    return samples
 
 
 def describe(samples: Iterable[Sample]) -> Iterable[str]:
@@ -120,7 +116,7 @@ async def talk(
             elif question.startswith("/"):
                 write(f"{HELP}\n")
             elif question.strip():
-                is_first = not conversation.messages
+                record = None if conversation.messages else known.get(question.strip())
                 try:
                     async for piece in conversation.answer(question):
                         write(piece)
@@ -128,7 +124,7 @@ async def talk(
                     write(f"{error}\n")
                     continue
                 write("\n")
-                if is_first and (record := known.get(question.strip())):
+                if record is not None:
                     write(f"{await _reward(*record, conversation)}\n")
 
 
@@ -163,7 +159,16 @@ class Conversation:
         ended = False
         while not ended:
             size = min(most, len(ids) + _PIECE)
-            [piece] = await self._engine.generate_many([self._request(prompt_ids, ids, size)])
+            request = GenerationRequest(
+                request_id=f"{len(self.messages)}.{len(ids)}",
+                prompt_ids=prompt_ids,
+                sampling=SamplingParams.from_config(
+                    self._config.sampling, max_tokens=size, min_tokens=0
+                ),
+                seed=self._config.seed + len(self.messages),
+                response_ids=ids,
+            )
+            [piece] = await self._engine.generate_many([request])
             if piece.finish_reason == "error":
                 raise EngineError(f"chat: {piece.error}")
             ids = np.concatenate([ids, piece.token_ids]).astype(np.int32)
@@ -174,16 +179,6 @@ class Conversation:
                 shown = text
         self.response_ids = ids
         self.messages = [*asked, {"role": "assistant", "content": shown}]
-
-    def _request(self, prompt_ids: np.ndarray, ids: np.ndarray, size: int) -> GenerationRequest:
-        sampling = SamplingParams.from_config(self._config.sampling, max_tokens=size, min_tokens=0)
-        return GenerationRequest(
-            request_id=f"{len(self.messages)}.{len(ids)}",
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            seed=self._config.seed + len(self.messages),
-            response_ids=ids,
-        )
 
 
 def _known_prompts(
@@ -199,8 +194,9 @@ def _known_prompts(
             prompts, is_chat = first_prompts(task, _MOST_RECORDS, seed)
         except UserError:  # data or functions that are not on this machine
             continue
-        for prompt in itertools.filterfalse(lambda prompt: len(prompt.messages) > 1, prompts):
-            known[str(prompt.messages[0]["content"]).strip()] = (task, prompt, is_chat)
+        for prompt in prompts:
+            if len(prompt.messages) == 1:
+                known[str(prompt.messages[0]["content"]).strip()] = (task, prompt, is_chat)
     return known
 
 

@@ -147,9 +147,8 @@ async def open_job(
         data, facts, total_steps, workers = await _load_and_launch(
             config, folder, base.events, closing, report
         )
-        doubts = data.chat.end_tokens.difference(
-            data.chat.tokenizer
-        )  # told when the tracker is there
+        # told when the tracker is there
+        doubts = data.chat.end_tokens.difference(data.chat.tokenizer)
         if config.model.lora.rank:
             doubts.append(await workers.trainer.adapters())
         asking = (*config.tasks.values(), *config.eval.tasks.values())
@@ -179,11 +178,13 @@ async def open_job(
             facts={**facts, **shared, TOTAL_STEPS: str(total_steps)},
             start_report=report,
         )
-        await _serve_control(folder, workers, closing)
+        if workers.scale is not None:
+            control = Control(folder.path / "control", {"scale": workers.scale})
+            await control.start()
+            closing.push_async_callback(control.close)
         filters = any(run_settings(config, task).filter_groups for task in config.tasks)
-        refuses = filters or config.produce.is_valid_sample
-        if config.train.episodes is not None and refuses:
-            job.notes.add(
+        if config.train.episodes is not None and (filters or config.produce.is_valid_sample):
+            doubts.append(
                 f"note: train.episodes {config.train.episodes:g} is {total_steps} steps of trained groups; "
                 "refused groups are drawn in addition, so the run passes over its prompts more often"
             )
@@ -275,20 +276,6 @@ def join_parts(
     )
 
 
-def _prune_payloads(journal: Journal, config: Config, oldest_step: int) -> None:
-    """Remove what no kept checkpoint needs for a redo, if the config says so."""
-    keep = config.journal.keep_payloads
-    if keep != "all":
-        journal.prune_payloads(oldest_step, keep_text=keep == "text")
-
-
-async def _serve_control(folder: RunFolder, workers: Workers, closing: AsyncExitStack) -> None:
-    if workers.scale is not None:
-        control = Control(folder.path / "control", {"scale": workers.scale})
-        await control.start()
-        closing.push_async_callback(control.close)
-
-
 async def serve_agents(tasks: Iterable[TaskDataConfig], closing: AsyncExitStack) -> Endpoint | None:
     """Start the HTTP endpoint if one of the tasks has an agent that may ask it."""
     if all(task.agent == "single_turn" for task in tasks):
@@ -301,12 +288,6 @@ async def serve_agents(tasks: Iterable[TaskDataConfig], closing: AsyncExitStack)
     return endpoint
 
 
-async def _load_and_measure(config: Config) -> tuple[RunData, dict[str, str]]:
-    """Read the data; return it with what the run depends on outside its folder."""
-    data = await RunData.read(config)
-    return data, await left_behind(lambda: measure(config, data.by_key()))
-
-
 async def _load_and_launch(
     config: Config,
     folder: RunFolder,
@@ -315,10 +296,15 @@ async def _load_and_launch(
     report: list[str],
 ) -> tuple[RunData, dict[str, str], int, Workers]:
     """Load data here and models in their workers; at the same time if the number of steps is known."""
+
+    async def load_and_measure() -> tuple[RunData, dict[str, str]]:
+        data = await RunData.read(config)
+        return data, await left_behind(lambda: measure(config, data.by_key()))
+
     launch = load("launch.kind", config.launch.kind, LAUNCHERS)
     steps = config.train.steps
     with StartDisplay("reading the data") as display:
-        loading = asyncio.create_task(_load_and_measure(config))
+        loading = asyncio.create_task(load_and_measure())
         if steps is None or config.launch.kind == "inline":  # one process: imports must not race
             steps = count_steps(config, (await loading)[0].train)
         try:
@@ -339,6 +325,13 @@ async def _load_and_launch(
         data, facts = await loading
     report += display.report()
     return data, facts, steps, workers
+
+
+def _prune_payloads(journal: Journal, config: Config, oldest_step: int) -> None:
+    """Remove what no kept checkpoint needs for a redo, if the config says so."""
+    keep = config.journal.keep_payloads
+    if keep != "all":
+        journal.prune_payloads(oldest_step, keep_text=keep == "text")
 
 
 @asynccontextmanager
@@ -456,9 +449,11 @@ async def _agent_loop(parts: _TaskParts, name: str, sampling: SamplingConfig) ->
         remote = await workers.start_agent(workers, name, sampling, is_chat)
         closing.push_async_callback(remote.close)
         return remote
-    waits, lane = workers.events.waits, f"rewards of {name}"
-    engine = cast(InferenceEngine, workers.engine)
+    engine, interrupted = cast(InferenceEngine, workers.engine), None
+    if task.agent != "single_turn":
+        interrupted = InterruptedCalls(calls=journal.calls(), tools=journal.tools())
     asks = partial(ask_policy, engine, parts.data.chat)
+    where = {"waits": workers.events.waits, "lane": f"rewards of {name}", "ask_policy": asks}
     return open_agent(
         parts.config,
         name,
@@ -466,15 +461,11 @@ async def _agent_loop(parts: _TaskParts, name: str, sampling: SamplingConfig) ->
         parts.data,
         closing,
         engine=engine,
-        reward=open_reward(
-            task, sampling, is_chat, closing, waits=waits, lane=lane, ask_policy=asks
-        ),
+        reward=open_reward(task, sampling, is_chat, closing, **where),
         recorder=journal,
         endpoint=parts.endpoint,
         note=parts.note,
-        interrupted=None
-        if task.agent == "single_turn"
-        else InterruptedCalls(calls=journal.calls(), tools=journal.tools()),
+        interrupted=interrupted,
     )
 
 

@@ -46,7 +46,9 @@ class Loop:
                 if self._evaluation_due():  # a resumed run evaluates what it had not yet
                     await self._start_evaluation()
                 try:
-                    while self.step < job.total_steps and not (reason := self._met_rule()):
+                    while self.step < job.total_steps:
+                        if reason := job.stop_rules.met(self._metrics, job.findings.open):
+                            break
                         await self._one_step(self.step + 1)
                 except PromptsRetired as error:
                     reason = str(error)
@@ -155,9 +157,6 @@ class Loop:
         for task in (self._updating, self._evaluating):
             if task is not None:
                 await task
-
-    def _met_rule(self) -> str:
-        return self._job.stop_rules.met(self._metrics, self._job.findings.open)
 
     def _evaluation_due(self) -> bool:
         settings = self._job.config.eval

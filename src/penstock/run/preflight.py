@@ -55,7 +55,6 @@ _OPTIONAL = ("vllm", "wandb", "ray")  # packages, and the extras that install th
 
 def check(config: Config) -> None:
     """Raise a UserError for the first thing in the config that cannot work here."""
-    engines = [engine.name for engine in config.engine_kinds()]
     check_engine(config)
     for place in range(len(config.launch.producer_kinds)):
         key = f"launch.producer_kinds[{place}].engine.name"
@@ -67,15 +66,13 @@ def check(config: Config) -> None:
         check_name(f"tasks.{name}.algorithm.name", used, algo.ALGORITHMS)
     for tracker in config.track.trackers:
         check_name("track.trackers", tracker, TRACKERS)
-    for name in (*engines, *config.track.trackers):
+    for name in (*(engine.name for engine in config.engine_kinds()), *config.track.trackers):
         _check_installed(name)
     check_algorithm(config)
-    for path, key in (
-        (config.model.tokenizer, "model.tokenizer"),
-        (config.train.reference, "train.reference"),
-    ):
-        if path:
-            check_model(path, key)
+    if config.model.tokenizer:
+        check_model(config.model.tokenizer, "model.tokenizer")
+    if config.train.reference:
+        check_model(config.train.reference, "train.reference")
     for name, teacher in config.teachers.items():
         if teacher.is_loaded:
             _check_vocabulary(config, name)
@@ -85,7 +82,7 @@ def check(config: Config) -> None:
     check_parallel(config)
     if config.train.steps is None and config.train.episodes is None:
         raise UserError("train.steps: got nothing, allowed: train.steps or train.episodes")
-    for name in config.tasks:
+    for name, task in config.tasks.items():
         produce = config.task_produce(name)
         load_strategy(produce.strategy)
         if produce.is_valid_sample:
@@ -97,7 +94,6 @@ def check(config: Config) -> None:
                     f"produce.should_continue: got {produce.should_continue!r}, which is async, "
                     "allowed: a function that answers at once"
                 )
-    for name, task in config.tasks.items():
         if task.rewards and not any(reward.weight for reward in task.rewards):
             raise UserError(
                 f"tasks.{name}.rewards: got weight 0 for every reward, allowed: at least one other weight (a reward "
@@ -111,17 +107,12 @@ def check(config: Config) -> None:
                 f"{config.launch.kind!r}, allowed: 0, or launch.kind = 'ray'"
             )
     check_tasks("tasks", config.tasks.items())
-    _check_eval_tasks(config)
+    check_for_evaluation(config)
     check_scores(config)
 
 
 def check_for_evaluation(config: Config) -> None:
-    """Raise a UserError for the first thing in the config that an evaluation cannot use."""
-    check_engine(config)
-    _check_eval_tasks(config)
-
-
-def _check_eval_tasks(config: Config) -> None:
+    """Raise a UserError for the first evaluation task that cannot work."""
     check_tasks("eval.tasks", config.eval.tasks.items())
     for name, task in config.eval.tasks.items():
         sampling = config.eval_sampling(name)
@@ -202,16 +193,15 @@ def try_rewards(config: Config) -> None:
 
 async def _try_reward(where: str, judge: VerifiableReward, prompts: list[Prompt]) -> None:
     """Score a made-up response to each prompt until one is scored."""
-    fault = None
+    fault, size = None, 2 if judge.needs_group else 1
     for prompt in prompts:
         answer = prompt.gt_answer or "1"
         text = f"<think>{answer}</think><answer>{answer}</answer> \\boxed{{{answer}}}"
         rollout = answered(prompt.prompt_id, prompt, text, 0)
+        fault = None
         try:
             async with asyncio.timeout(_TRIAL_S):
-                size = 2 if judge.needs_group else 1
                 await judge.score_group([rollout] * size, [prompt] * size)
-            fault = None
             break
         except TimeoutError:
             break  # slow, but not wrong
@@ -250,11 +240,11 @@ def _check_vocabulary(config: Config, name: str) -> None:
     path = config.teachers[name].path
     check_model(path, f"teachers.{name}.path")
     ask_hub(path, f"teachers.{name}.path")
-    trusts = config.model.trust_remote_code
-    own, other = (
-        load_tokenizer(place, trust_remote_code=trusts).get_vocab()
-        for place in (config.model.tokenizer or config.model.path, path)
+    places, trusts = (
+        (config.model.tokenizer or config.model.path, path),
+        config.model.trust_remote_code,
     )
+    own, other = (load_tokenizer(p, trust_remote_code=trusts).get_vocab() for p in places)
     if own != other:
         raise UserError(
             f"teachers.{name}.path: got {path!r} with another vocabulary ({len(other):,} tokens, the policy has "

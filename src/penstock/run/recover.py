@@ -81,45 +81,26 @@ async def recover(job: Job, *, accept_changes: bool = False) -> int:
     Data, tokenizer and chat template must have the content that the journal names, unless changes
     are accepted. The settings and what was accepted count from the next step on.
     """
-    facts = {**job.facts, **_changed_facts(job, accept_changes)}
-    await job.trainer.restored()
-    last = job.journal.last_committed_step()
-    await _agree_on_weights(job)
-    await job.source.restore(job.journal)
-    await job.folder.record_config(job.journal, job.config, facts, after_step=last)
-    return last
-
-
-def _changed_facts(job: Job, accept_changes: bool) -> dict[str, str]:
-    """Tell what is not as before; return facts on what was accepted, and from which prompt on."""
+    # what is not as before is told; what was accepted is a fact, and from which prompt on
     record, cursors = job.journal.read_identity(), job.journal.cursors()
     if code := changed_code(record, job.facts):
         job.tracker.note(f"{code}; redone steps are compared with the journal")
     accepted = check_content(job.folder, job.config, record, job.facts, accept_changes)
     for text in accepted:
         job.tracker.note(f"accepted: {text}")
-    facts = {}
+    facts = dict(job.facts)
     if accepted:
         facts[f"accepted after step {job.journal.last_committed_step()}"] = "; ".join(accepted)
     if not record and cursors:
         job.tracker.note("the journal is older: settings, data and code are recorded from now on")
     if accepted or not record:
         facts |= {f"tasks.{task}.data since cursor": str(n) for task, n in cursors.items()}
-    return facts
-
-
-async def restore_trainer(job: Job, trainer: TrainerClient) -> None:
-    """Bring a fresh trainer to the last journalled step: newest checkpoint, then redo."""
-    await job.checkpoints.settle()
-    checkpoint = newest_checkpoint(job.checkpoints, job.journal, job.tracker.note)
-    first = 1 if checkpoint is None else checkpoint.step + 1
+    await job.trainer.restored()
     last = job.journal.last_committed_step()
-    if last:
-        job.tracker.note(redo_plan(job.journal, first, last))
-    if checkpoint is not None:
-        await trainer.load(str(checkpoint.path))
-    async for report in redo(trainer, job.journal, first, last, job.tracker.note):
-        job.status.doing(f"redoing step {report.step} of {last} from the journal")
+    await _agree_on_weights(job)
+    await job.source.restore(job.journal)
+    await job.folder.record_config(job.journal, job.config, facts, after_step=last)
+    return last
 
 
 def redo_plan(journal: Journal, first: int, last: int) -> str:
@@ -137,8 +118,18 @@ def keep_trainer_alive(job: Job) -> None:
     """From now on, restart and restore a trainer that dies, and repeat the call that failed."""
 
     async def restore(trainer: TrainerClient) -> None:
-        activity = job.status.activity
-        await restore_trainer(job, trainer)
+        """Bring a fresh trainer to the last journalled step: newest checkpoint, then redo."""
+        activity, note = job.status.activity, job.tracker.note
+        await job.checkpoints.settle()
+        checkpoint = newest_checkpoint(job.checkpoints, job.journal, note)
+        first = 1 if checkpoint is None else checkpoint.step + 1
+        last = job.journal.last_committed_step()
+        if last:
+            note(redo_plan(job.journal, first, last))
+        if checkpoint is not None:
+            await trainer.load(str(checkpoint.path))
+        async for report in redo(trainer, job.journal, first, last, note):
+            job.status.doing(f"redoing step {report.step} of {last} from the journal")
         job.status.doing(activity)
 
     job.trainer.restart_with(restore)
@@ -214,7 +205,8 @@ async def redo(
     for step in range(first, last + 1):
         report = await trainer.train(journal.batch(step))
         before = journalled[step]
-        if any(contradicts(*pair) for pair in zip(_hashes(before), _hashes(report), strict=False)):
+        pairs = zip(before.trained, report.trained, strict=False)  # (group, its hash)
+        if any(contradicts(ours, theirs) for (_, ours), (_, theirs) in pairs):
             raise JournalDamaged(
                 f"journal {journal.path}: damaged: the groups of step {step} are not those that the "
                 "trainer recorded"
@@ -224,17 +216,19 @@ async def redo(
             recorded = journal.arithmetic_since(first - 1 if repair else step)
             reason = _expected_difference(report.arithmetic, recorded)
             if not repair or (exact and not reason):
-                raise DigestMismatch(_difference(report, before, reason))
+                causes = reason or (
+                    "possible causes: another thread count, machine or library version, or a damaged journal"
+                )
+                raise DigestMismatch(
+                    f"step {step}: redone weights have digest {report.digest}, the journal has "
+                    f"{before.digest}; {causes}; nothing was changed on disk"
+                )
             if not told:
                 told = True
                 reason = reason or "this device does not repeat bits"
                 note(f"step {step} redone, with other bits: {reason}; continuing")
             await journal.redo_step(report)
         yield report
-
-
-def _hashes(report: StepReport) -> list[str]:
-    return [fingerprint for _, fingerprint in report.trained]
 
 
 def _expected_difference(now: Arithmetic | None, recorded: Sequence[Arithmetic]) -> str:
@@ -247,16 +241,6 @@ def _expected_difference(now: Arithmetic | None, recorded: Sequence[Arithmetic])
         if (now.device, now.libraries) != (before.device, before.libraries):
             return f"the run was made on {before}, this is {now}"
     return recorded[0].doubt or now.doubt
-
-
-def _difference(report: StepReport, before: StepReport, reason: str) -> str:
-    causes = reason or (
-        "possible causes: another thread count, machine or library version, or a damaged journal"
-    )
-    return (
-        f"step {report.step}: redone weights have digest {report.digest}, the journal has "
-        f"{before.digest}; {causes}; nothing was changed on disk"
-    )
 
 
 async def catch_up(
@@ -274,22 +258,16 @@ async def catch_up(
         if any(change.in_update for change in changes):
             last = committed
         if last:
-            await _checkpoint_at(folder, journal, min(last, committed), note)
-
-
-async def _checkpoint_at(folder: RunFolder, journal: Journal, last: int, note: Note) -> None:
-    """Write a checkpoint of step `last`; redo every step under the config it was first done with."""
-    store = CheckpointStore(folder.checkpoints, folder.config().checkpoint)
-    checkpoint = newest_checkpoint(store, journal, note)
-    first = 1 if checkpoint is None else checkpoint.step + 1
-    if first <= last:
-        note(redo_plan(journal, first, last))
-
-    async def save(trainer: TrainerClient) -> None:
-        await store.save(trainer)
-
-    async for report in recompute(folder, journal, checkpoint, last, note=note, at_end=save):
-        note(f"redoing step {report.step} of {last} with the settings it had")
+            last = min(last, committed)
+            store = CheckpointStore(folder.checkpoints, folder.config().checkpoint)
+            checkpoint = newest_checkpoint(store, journal, note)
+            first = 1 if checkpoint is None else checkpoint.step + 1
+            if first <= last:
+                note(redo_plan(journal, first, last))
+            async for report in recompute(
+                folder, journal, checkpoint, last, note=note, at_end=store.save
+            ):
+                note(f"redoing step {report.step} of {last} with the settings it had")
 
 
 async def recompute(
@@ -300,14 +278,15 @@ async def recompute(
     *,
     note: Note = lambda text: None,
     repair: bool = True,
-    at_end: Callable[[TrainerClient], Awaitable[None]] | None = None,
+    at_end: Callable[[TrainerClient], Awaitable[object]] | None = None,
 ) -> AsyncIterator[StepReport]:
     """Redo the steps up to `last`, from a checkpoint or from the start, config by config."""
     done = 0 if checkpoint is None else checkpoint.step
     state = None if checkpoint is None else checkpoint.path
     steps = int(folder.record().get(TOTAL_STEPS, 0)) or None
     with ScratchFolder.new("redo") as scratch:
-        logs = folder.recompute_logs if can_write(folder.path) else scratch / "logs"
+        # apart from those of the run itself, which may be under way
+        logs = folder.logs / "recompute" if can_write(folder.path) else scratch / "logs"
         for era in folder.eras():
             end = last if era.last_step is None else min(era.last_step, last)
             if end <= done:
@@ -317,7 +296,12 @@ async def recompute(
                 if state is not None:
                     await trainer.load(str(state))
                 else:
-                    await _check_start(trainer, journal)
+                    _, digest = await trainer.identity()
+                    begun = _digests(journal).get(0, digest)
+                    if digest != begun:
+                        raise DigestMismatch(
+                            f"step 0: the model at model.path has digest {digest}, the run began with {begun}"
+                        )
                 async for report in redo(trainer, journal, done + 1, end, note, repair=repair):
                     yield report
                 done, state = end, scratch / f"step-{end}"
@@ -326,16 +310,6 @@ async def recompute(
                 elif end < last:
                     await trainer.snapshot(str(state))
                     await trainer.write_snapshot()
-
-
-async def _check_start(trainer: TrainerClient, journal: Journal) -> None:
-    """Raise unless the model at model.path has the weights that the run began with."""
-    _, digest = await trainer.identity()
-    journalled = _digests(journal).get(0, digest)
-    if digest != journalled:
-        raise DigestMismatch(
-            f"step 0: the model at model.path has digest {digest}, the run began with {journalled}"
-        )
 
 
 def _digests(journal: Journal) -> dict[int, str]:

@@ -13,6 +13,7 @@ recorded results. The scores are written to a file of the fork before it trains.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Sequence
@@ -28,7 +29,7 @@ from penstock.data.chat import ChatTemplate
 from penstock.data.identity import absolute_paths, code_fact, scorer_facts
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.errors import EngineError, RewardError, RunError, UserError
-from penstock.files import count, write_whole
+from penstock.files import count, free_name, write_whole
 from penstock.inspection.track.logs import Notes
 from penstock.reward import VerifiableReward
 from penstock.rollout.agent import AgentLoop
@@ -122,24 +123,14 @@ async def score_groups(
                 )
                 scores.update(_by_rollout(await _play(agent, group)))
 
-        for some in _chunks(group for group in groups if group.task in tasks):
+        chosen = (group for group in groups if group.task in tasks)
+        while some := list(itertools.islice(chosen, _AT_ONCE)):
             await asyncio.gather(*map(score, some))
     return scores
 
 
 def _by_rollout(scores: Iterable[NewScore]) -> NewScores:
     return {score.rollout_id: score for score in scores}
-
-
-def _chunks(groups: Iterable[Group]) -> Iterator[list[Group]]:
-    some: list[Group] = []
-    for group in groups:
-        some.append(group)
-        if len(some) == _AT_ONCE:
-            yield some
-            some = []
-    if some:
-        yield some
 
 
 async def _score(reward: VerifiableReward, group: Group) -> list[NewScore]:
@@ -186,18 +177,6 @@ class _NoEngine:
     async def abort(self, request_id: str) -> None: ...
 
 
-def with_scores(group: Group, scores: NewScores) -> Group | None:
-    """Give a recorded group its new scores; None if one of its rollouts could not be scored."""
-    for rollout in group.rollouts:
-        new = scores.get(rollout.rollout_id)
-        if new is None:
-            continue
-        if new.score is None:
-            return None
-        rollout.score, rollout.earned = new.score, new.earned
-    return group
-
-
 def describe(scores: NewScores) -> list[str]:
     """Say how many rollouts were scored again, and why some were not: their groups are left out."""
     if not scores:
@@ -207,11 +186,6 @@ def describe(scores: NewScores) -> list[str]:
     for reason, number in reasons.most_common(3):
         lines.append(f"{number} rollouts could not be scored: {reason}")
     return lines
-
-
-def write_scores(folder: Path, scores: NewScores) -> None:
-    lines = [json.dumps(asdict(score)) + "\n" for score in scores.values()]
-    write_whole(folder / RESCORED, "".join(lines))
 
 
 def read_scores(folder: RunFolder, expected: int | None) -> NewScores:
@@ -278,8 +252,16 @@ def make_fork(
 ) -> RunFolder:
     """Make a run folder beside its parent, ready to be trained."""
     named = [f"algorithm.name={algorithm}"] if algorithm else []
-    corrected = _correction(parent.config(), [*named, *overrides])
-    place = [f"run.dir={parent.path.parent}", f"run.name={_unused_name(parent, algorithm)}"]
+    corrected = []
+    if parent.config().algorithm.correction.kind in ("auto", "none"):
+        # corrects for the policy that sampled
+        changed = with_overrides(parent.config(), [*named, *overrides]).algorithm.name
+        default = algorithm_class(changed).defaults.correction
+        kind = CORRECTION if default == "none" else default
+        corrected = [f"algorithm.correction.kind={kind}"]
+    name = f"{parent.name}-{(algorithm or 'fork').split(':')[-1]}"
+    unused = free_name(parent.path.with_name(name)).name
+    place = [f"run.dir={parent.path.parent}", f"run.name={unused}"]
     words = [*corrected, *place, *named, *overrides]
     config = absolute_paths(with_overrides(parent.config(), words))
     if config.model != parent.config().model:
@@ -314,25 +296,10 @@ def make_fork(
     origin = Origin(run=str(parent.path.resolve()), steps=last, digest=digest, rescored=len(scores))
     folder = run_folder.create(config, origin)
     if again:
-        write_scores(folder.path, scores)
+        write_whole(
+            folder.path / RESCORED, (json.dumps(asdict(score)) + "\n" for score in scores.values())
+        )
     return folder
-
-
-def _correction(parent: Config, words: Sequence[str]) -> list[str]:
-    """The setting that corrects a fork for the policy that sampled, unless its parent has one."""
-    if parent.algorithm.correction.kind not in ("auto", "none"):
-        return []
-    name = with_overrides(parent, words).algorithm.name
-    default = algorithm_class(name).defaults.correction
-    return [f"algorithm.correction.kind={CORRECTION if default == 'none' else default}"]
-
-
-def _unused_name(parent: RunFolder, algorithm: str | None) -> str:
-    name = f"{parent.name}-{(algorithm or 'fork').split(':')[-1]}"
-    taken, number = parent.path.with_name(name), 2
-    while taken.exists():
-        taken, number = parent.path.with_name(f"{name}-{number}"), number + 1
-    return taken.name
 
 
 def recorded_groups(
@@ -342,7 +309,14 @@ def recorded_groups(
     settings = {task: run_settings(config, task) for task in config.tasks}
     for step in range(1, last + 1):
         for group in journal.batch(step).groups:
-            is_scored = with_scores(group, scores or {}) is not None
+            is_scored = True
+            for rollout in group.rollouts:
+                new = (scores or {}).get(rollout.rollout_id)
+                if new is not None and new.score is None:
+                    is_scored = False
+                    break
+                if new is not None:
+                    rollout.score, rollout.earned = new.score, new.earned
             yield group, is_scored and keep_group(group.rollouts, settings[group.task])
 
 
@@ -385,14 +359,13 @@ def _newly_taught(folder: RunFolder, parent: RunFolder) -> set[str]:
     """The tasks whose teacher is behind another server than in the run of which this is a fork."""
 
     def servers(config: Config) -> dict[str, tuple[str, str]]:
-        names = {task: config.task_algorithm(task).teacher or "" for task in config.tasks}
-        asked = {
-            task: config.teachers[name] for task, name in names.items() if config.asks_server(task)
-        }
-        return {task: (teacher.base_url, teacher.model) for task, teacher in asked.items()}
+        found = {}
+        for task in filter(config.asks_server, config.tasks):
+            teacher = config.teachers[config.task_algorithm(task).teacher or ""]
+            found[task] = teacher.base_url, teacher.model
+        return found
 
-    before = servers(parent.config())
-    return {task for task, server in servers(folder.config()).items() if before.get(task) != server}
+    return {task for task, _ in servers(folder.config()).items() - servers(parent.config()).items()}
 
 
 class RecordedBatches(BatchSource):
@@ -478,18 +451,9 @@ class RecordedBatches(BatchSource):
             return False
         if state is None:
             self._journal.drawn(group)
-        await self._copy_calls(group, is_new=state is None)
-        if not keep:
-            await self._journal.filtered(group)
-        elif state != "buffered":
-            await self._teach(group)
-            await self._journal.landed(group)
-        return keep
-
-    async def _copy_calls(self, group: Group, *, is_new: bool) -> None:
-        """Bring an agent's calls into the fork's journal, those that are not there yet."""
+        # those of its agent that are not there yet
         calls = self._recorded.calls(group.group_id)
-        known = {} if is_new or not calls else self._journal.calls(group.group_id)
+        known = {} if (state is None) or not calls else self._journal.calls(group.group_id)
         await asyncio.gather(
             *(
                 self._journal.record_call(rollout, call)
@@ -498,3 +462,9 @@ class RecordedBatches(BatchSource):
                 if call.number >= len(known.get((rollout.rollout_id, rollout.seed), []))
             )
         )
+        if not keep:
+            await self._journal.filtered(group)
+        elif state != "buffered":
+            await self._teach(group)
+            await self._journal.landed(group)
+        return keep

@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -85,7 +85,24 @@ def resume_run(
     """Continue a run that is locked and trusted with these settings (see `entry.resume`)."""
     try:
         if folder.origin() is None:
-            _resume_checked(folder, config, changes, accept_changes)
+            notes = check_journal(folder)
+            run_folder.check_disk(folder.path, config)
+            notes += check_copy(folder, config)
+            for task in (*config.tasks.values(), *config.eval.tasks.values()):
+                reward.check(task.rewards)
+            check_files(folder, config, accept_changes)
+            trust.remember(folder.path, config)  # the user gave the overrides
+            for note in [*(f"changed: {change}" for change in changes), *notes]:
+                _tell(note)
+
+            async def redo_and_continue() -> None:
+                await catch_up(folder, config, changes, _tell)
+                await _train(config, folder, resumed=True, accept=accept_changes)
+
+            try:
+                asyncio.run(redo_and_continue())
+            except JournalDamaged as error:
+                raise JournalDamaged(with_way_out(str(error), folder)) from error
         else:
             for note in check_copy(folder, config):
                 _tell(note)
@@ -102,22 +119,6 @@ def _way_on(folder: RunFolder, config: Config) -> str:
     if any(name.startswith(PYTHON) for name in rewards):
         return f'continue with: penstock.resume("{folder.path}", reward=...)'
     return f"continue with: penstock resume {folder.path}"
-
-
-def _resume_checked(folder: RunFolder, config: Config, changes: list[Change], accept: bool) -> None:
-    notes = check_journal(folder)
-    run_folder.check_disk(folder.path, config)
-    notes += check_copy(folder, config)
-    for task in (*config.tasks.values(), *config.eval.tasks.values()):
-        reward.check(task.rewards)
-    check_files(folder, config, accept)
-    trust.remember(folder.path, config)  # the user gave the overrides
-    for note in [*(f"changed: {change}" for change in changes), *notes]:
-        _tell(note)
-    try:
-        asyncio.run(_resume(config, folder, changes, accept))
-    except JournalDamaged as error:
-        raise JournalDamaged(with_way_out(str(error), folder)) from error
 
 
 def replay_run(
@@ -147,12 +148,6 @@ def replay_run(
     say(said)
 
 
-async def _resume(config: Config, folder: RunFolder, changes: list[Change], accept: bool) -> None:
-    """Redo steps that were done under other settings with those settings; then continue."""
-    await catch_up(folder, config, changes, _tell)
-    await _train(config, folder, resumed=True, accept=accept)
-
-
 def _tell(text: str | Text) -> None:
     StartDisplay.console().print(text, highlight=False, soft_wrap=True)
 
@@ -176,7 +171,13 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
         _tell(Text.assemble(("warning: ", "yellow"), warning))
     _tell(Text.assemble("run folder: ", (str(folder.path), "bold")))
     is_fork = folder.origin() is not None
-    _tell(_describe_start(config, is_fork))
+    # models may take minutes to load
+    launch, model = config.launch, config.model
+    ranks = "trainer" if launch.num_consumers == 1 else f"{launch.num_consumers} trainer ranks"
+    engines = "engine" if config.num_engines == 1 else f"{config.num_engines} engines"
+    generates = config.num_engines and not is_fork
+    parts = f"{engines} ({config.engine.name}) and {ranks}" if generates else ranks
+    _tell(f"starting: {parts}, model {model.path}, device {model.device}; reading the data")
     notes = Notes(_tell)
     with StopSignals(_way_on(folder, config), notes.add) as signals:
         async with AsyncExitStack() as closing:
@@ -197,26 +198,16 @@ async def _train_to_the_end(config: Config, folder: RunFolder, resumed: bool, ac
             if saved is None:
                 job.checkpoints.abandon()
             done = job.journal.last_committed_step()
-    _write_report(folder)
+    try:
+        write_report([folder])
+    except OSError as error:  # the journal is whole: `penstock report` can write it later
+        _tell(f"report not written: {error}")
     if finished is None or saved is None:  # stopped in training, or before the last checkpoint
         state = "checkpoint written" if saved else "no checkpoint written"
         raise StopRequested(
             f"stopped after step {done} of {job.total_steps}, {state}; {signals.way_on}"
         )
     print_summary(console(), folder)
-
-
-def _describe_start(config: Config, is_fork: bool) -> str:
-    """What is being started, in one line: models may take minutes to load."""
-    launch, model = config.launch, config.model
-    ranks = "trainer" if launch.num_consumers == 1 else f"{launch.num_consumers} trainer ranks"
-    engines = "engine" if config.num_engines == 1 else f"{config.num_engines} engines"
-    parts = (
-        ranks
-        if is_fork or not config.num_engines
-        else f"{engines} ({config.engine.name}) and {ranks}"
-    )
-    return f"starting: {parts}, model {model.path}, device {model.device}; reading the data"
 
 
 @contextmanager
@@ -257,15 +248,12 @@ async def _recover_and_train(job: Job, resumed: bool, accept: bool) -> bool:
         await Loop(job, first_step=first_step).run()
     except BaseExceptionGroup as group:
         job.journal.check_place()  # a folder that is gone may show first as another fault
-        raise _first_cause(group) from group
+        # the error to show: the first PenstockError in the group, else the first error
+        cause: BaseException = group.subgroup(PenstockError) or group
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        raise cause from group
     return True
-
-
-def _write_report(folder: RunFolder) -> None:
-    try:
-        write_report([folder])
-    except OSError as error:  # the journal is whole: `penstock report` can write it later
-        _tell(f"report not written: {error}")
 
 
 def outside_a_loop(work: Callable[[], T], *, saves: bool = False) -> T:
@@ -277,20 +265,13 @@ def outside_a_loop(work: Callable[[], T], *, saves: bool = False) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return work()
-    with _interrupts_told() if saves else nullcontext():
+    if saves:
+        StopSignals.forget()
+    if not saves or threading.current_thread() is not threading.main_thread():
         return in_thread(work, "penstock").result()
-
-
-@contextmanager
-def _interrupts_told() -> Iterator[None]:
-    """Tell Ctrl-C to the run in another thread, if this is the main thread, which gets it."""
-    StopSignals.forget()
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.signal(signal.SIGINT, lambda number, frame: StopSignals.interrupt())
     try:
-        yield
+        return in_thread(work, "penstock").result()
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -376,14 +357,6 @@ class StopSignals:
             self._work.cancel()
 
 
-def _first_cause(group: BaseExceptionGroup) -> BaseException:
-    """The error to show: the first PenstockError in the group, else the first error."""
-    cause: BaseException = group.subgroup(PenstockError) or group
-    while isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]
-    return cause
-
-
 def evaluate_once(
     path: str | None, overrides: Sequence[str], out: Path | None, *, trusted: bool = False
 ) -> None:
@@ -408,16 +381,15 @@ def evaluate_model(
     from penstock.run import preflight
 
     preflight.check_for_evaluation(config)
-    return asyncio.run(_evaluate(config, out))
 
-
-async def _evaluate(config: Config, out: Path | None) -> list[EvalResult]:
-    with ScratchFolder.new("eval") as scratch:
+    async def evaluate_tasks(folder: Path) -> list[EvalResult]:
         async with open_evaluation(config) as (engine, tasks):
-            folder = out or scratch
             return [
                 await evaluate(engine, task, step=0, version=0, folder=folder) for task in tasks
             ]
+
+    with ScratchFolder.new("eval") as scratch:
+        return asyncio.run(evaluate_tasks(out or scratch))
 
 
 def model_config(path: str | None, overrides: Sequence[str], *, trusted: bool = False) -> Config:
@@ -425,9 +397,9 @@ def model_config(path: str | None, overrides: Sequence[str], *, trusted: bool = 
 
     path: a config file, a model folder, a hub name, a checkpoint, or a run, whose newest weights are used.
     """
-    config = _model_config(path, overrides, trusted)
     from penstock.run import preflight
 
+    config = _model_config(path, overrides, trusted)
     preflight.check_engine(config)
     return config
 
@@ -437,7 +409,10 @@ def _model_config(path: str | None, overrides: Sequence[str], trusted: bool) -> 
         return trust.load_trusted(path, overrides, trust=trusted)
     if (Path(path) / MANIFEST).is_file():
         path = str(model_folder(Path(path)))  # a checkpoint
-    if path == "demo" or (Path(path) / "config.json").is_file() or _is_hub_name(path):
+    # a path that is not there and looks like the hub name of a model, owner/name
+    there = Path(path.partition("/")[0]).exists() or (Path("runs") / path).exists()
+    is_hub_name = path.count("/") == 1 and path[0] not in "./~" and not there
+    if path == "demo" or (Path(path) / "config.json").is_file() or is_hub_name:
         return trust.load_trusted(None, [f"model.path={path}", *overrides], bare=True)
     try:
         folder = run_folder.find(path)
@@ -452,10 +427,3 @@ def _model_config(path: str | None, overrides: Sequence[str], trusted: bool) -> 
     model = [f"model.path={used}", "run.name="]  # what serves it is not the run
     trust.check(folder.path, [folder.config()], trust=trusted)
     return with_overrides(folder.config(), [*model, *overrides])
-
-
-def _is_hub_name(path: str) -> bool:
-    """Whether a path that is not there looks like the hub name of a model, owner/name."""
-    owner, slash, _ = path.partition("/")
-    there = Path(owner).exists() or (Path("runs") / path).exists()
-    return bool(slash) and path.count("/") == 1 and path[0] not in "./~" and not there

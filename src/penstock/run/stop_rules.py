@@ -10,6 +10,7 @@ A run that a rule has ended is whole: its model is saved, and a resume with othe
 from __future__ import annotations
 
 import difflib
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
@@ -20,9 +21,11 @@ from penstock.inspection.findings import RULES
 from penstock.inspection.track.logs import Finding
 from penstock.rollout.evaluation.evaluate import read_scores
 
-_REACHED = re.compile(r"(\S+?)\s*(>=|<=)\s*(-?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)")
-_STALLS = re.compile(r"(\S+) stalls ([1-9]\d*)")
-_FINDING = re.compile(r"finding (\w+)")
+_RULE = re.compile(
+    r"finding (?P<finding>\w+)"
+    r"|(?P<stalled>\S+) stalls (?P<times>[1-9]\d*)"
+    r"|(?P<reached>\S+?)\s*(?P<bound>>=|<=)\s*(?P<limit>-?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)"
+)
 
 
 class StopRules:
@@ -46,44 +49,47 @@ class StopRules:
         if metrics and not self._has_seen_metrics:
             self._has_seen_metrics = True
             self._tell_unknown({*metrics, *scores})
-        names = {finding.name for finding in findings}
-        return next((rule for rule in self._rules if _holds(rule, scores, metrics, names)), "")
+        for text in self._rules:
+            rule = _parse(text)
+            name = rule["stalled"] or rule["reached"] or ""
+            history = list(scores.get(name, {}).values())
+            if rule["finding"]:
+                holds = any(finding.name == rule["finding"] for finding in findings)
+            elif rule["stalled"]:
+                newer = len(history) - 1 - history.index(max(history)) if history else 0
+                holds = newer >= int(rule["times"])
+            else:
+                value, limit = history[-1] if history else metrics.get(name), float(rule["limit"])
+                reaches = operator.ge if rule["bound"] == ">=" else operator.le
+                holds = value is not None and reaches(value, limit)
+            if holds:
+                return text
+        return ""
 
     def _tell_unknown(self, known: Set[str]) -> None:
         """Say which rules wait for a metric that the first step does not have: it may be misspelt."""
         for rule in self._rules:
-            match = _REACHED.fullmatch(rule)
-            if match and match[1] not in known and not match[1].endswith(("/accuracy", "/reward")):
-                near = difflib.get_close_matches(match[1], known, n=1)
+            name = _parse(rule)["reached"]
+            if name and name not in known and not name.endswith(("/accuracy", "/reward")):
+                near = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
-                self._note(
-                    f"warning: train.stop_when {rule!r}: no step has {match[1]} so far{hint}"
-                )
+                self._note(f"warning: train.stop_when {rule!r}: no step has {name} so far{hint}")
+
+
+def _parse(rule: str) -> re.Match[str]:
+    if match := _RULE.fullmatch(rule):
+        return match
+    raise UserError(
+        f"train.stop_when: got {rule!r}, allowed: 'SCORE >= NUMBER', 'SCORE <= NUMBER', "
+        "'SCORE stalls N' or 'finding NAME'"
+    )
 
 
 def scores_used(config: Config) -> set[str]:
     """The held-out scores that checkpoint.keep_best and train.stop_when name, such as heldout/accuracy."""
-    matches = (_REACHED.fullmatch(r) or _STALLS.fullmatch(r) for r in config.train.stop_when)
-    return {config.checkpoint.keep_best, *(match[1] for match in matches if match)}
-
-
-def _holds(
-    rule: str,
-    scores: Mapping[str, Mapping[int, float]],
-    metrics: Mapping[str, float],
-    findings: Set[str],
-) -> bool:
-    if match := _FINDING.fullmatch(rule):
-        return match[1] in findings
-    if match := _STALLS.fullmatch(rule):
-        values = list(scores.get(match[1], {}).values())
-        return bool(values) and len(values) - 1 - values.index(max(values)) >= int(match[2])
-    match = _REACHED.fullmatch(rule)
-    assert match is not None, rule
-    history = list(scores.get(match[1], {}).values())
-    value = history[-1] if history else metrics.get(match[1])
-    limit = float(match[3])
-    return value is not None and (value >= limit if match[2] == ">=" else value <= limit)
+    rules = map(_parse, config.train.stop_when)
+    names = {rule["stalled"] or rule["reached"] for rule in rules if not rule["finding"]}
+    return {config.checkpoint.keep_best, *names}
 
 
 def check_scores(config: Config) -> None:
@@ -93,21 +99,13 @@ def check_scores(config: Config) -> None:
     if (best := config.checkpoint.keep_best) and best not in allowed:
         raise UserError(f"checkpoint.keep_best: got {best!r}, allowed: {names}")
     known = {rule.name for rule in RULES}
-    for rule in config.train.stop_when:
-        if match := _FINDING.fullmatch(rule):
-            if match[1] not in known:
-                raise UserError(
-                    f"train.stop_when: got {rule!r}, allowed findings: {', '.join(sorted(known))}"
-                )
-        elif match := _STALLS.fullmatch(rule):
-            if match[1] not in allowed:
-                raise UserError(f"train.stop_when: got {rule!r}, allowed scores: {names}")
-        elif not (match := _REACHED.fullmatch(rule)):
+    for text in config.train.stop_when:
+        rule = _parse(text)
+        finding, score = rule["finding"], rule["stalled"] or rule["reached"] or ""
+        if finding and finding not in known:
             raise UserError(
-                f"train.stop_when: got {rule!r}, allowed: 'SCORE >= NUMBER', 'SCORE <= NUMBER', "
-                "'SCORE stalls N' or 'finding NAME'"
+                f"train.stop_when: got {text!r}, allowed findings: {', '.join(sorted(known))}"
             )
-        elif match[1] not in allowed and (
-            match[1].partition("/")[0] in config.eval.tasks or match[1].endswith("/accuracy")
-        ):
-            raise UserError(f"train.stop_when: got {rule!r}, allowed scores: {names}")
+        of_task = score.partition("/")[0] in config.eval.tasks or score.endswith("/accuracy")
+        if (rule["stalled"] or of_task) and score not in allowed:
+            raise UserError(f"train.stop_when: got {text!r}, allowed scores: {names}")

@@ -131,18 +131,14 @@ class CheckpointStore:
         step, digest = await trainer.identity()
         if self._last is None or (self._last.step, self._last.digest) != (step, digest):
             self._failures = 0
-            await self._save_again_after_a_death(trainer)
+            for _ in range(MAX_FAILURES):
+                await self.begin(trainer)
+                await self.settle()
+                if not self._failures or not self._worker_died:
+                    break  # else the copied state was lost with its worker
             if self._failures or self._last is None:
                 raise RunError(self._last_error)
         return self._last
-
-    async def _save_again_after_a_death(self, trainer: SnapshotSource) -> None:
-        """Write a checkpoint; begin again if the copied state was lost with its worker."""
-        for _ in range(MAX_FAILURES):
-            await self.begin(trainer)
-            await self.settle()
-            if not self._failures or not self._worker_died:
-                return
 
     def newest(self, damaged: list[str] | None = None) -> Checkpoint | None:
         """The newest checkpoint whose files all match its manifest, or None.
@@ -165,19 +161,14 @@ class CheckpointStore:
 
     def oldest(self, first_step: int) -> Checkpoint | None:
         """The oldest valid checkpoint of `first_step` or later, or None."""
-        for path in reversed(self._paths()):
-            if _step_of(path) >= first_step:
-                with contextlib.suppress(RunError):
-                    return read_checkpoint(path)
+        for path in reversed(self.after(first_step - 1)):
+            with contextlib.suppress(RunError):
+                return read_checkpoint(path)
         return None
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, the newest first."""
         return [_step_of(path) for path in self._paths() if (path / MANIFEST).is_file()]
-
-    def of_step(self, step: int) -> Checkpoint:
-        """The checkpoint of a step; raise RunError if a file is missing or damaged."""
-        return read_checkpoint(self._folder / f"step-{step}")
 
     def after(self, step: int) -> list[Path]:
         """The checkpoints of later steps."""
@@ -242,10 +233,9 @@ class CheckpointStore:
         kept, others = paths[: self._settings.keep], paths[self._settings.keep :]
         also_kept = self._also_kept([_step_of(path) for path in paths]) if others else ()
         for path in others:
-            if _step_of(path) in also_kept:
-                continue
-            with contextlib.suppress(OSError):  # one checkpoint too many does no harm
-                self._withdraw(path)
+            if _step_of(path) not in also_kept:
+                with contextlib.suppress(OSError):  # one checkpoint too many does no harm
+                    self._withdraw(path)
         self.sweep()
         self._after_prune(_step_of(kept[-1]))
 

@@ -187,30 +187,20 @@ class CommandLog:
 
 
 def _command(row: tuple[Any, ...]) -> Command:
-    number, line, seq, owner, kind, body, outcome, result, digest, emptied = row
+    fields = dict(zip(_COLUMNS.split(", "), row, strict=True))
     return Command(
-        number=number,
-        line=line,
-        seq=seq,
-        owner=owner,
-        kind=kind,
-        body=body,
-        outcome=outcome,
-        result=result or b"",
-        digest=digest,
-        emptied=bool(emptied),
+        **fields | {"result": fields["result"] or b"", "emptied": bool(fields["emptied"])}
     )
 
 
 def _metrics_of(kind: str, result: bytes) -> str | None:
     """The numbers in an answer, as JSON; null for one that is not finite."""
-    if kind not in (FORWARD_BACKWARD, OPTIM_STEP):
+    if kind == FORWARD_BACKWARD:
+        answer = wire.decode("ForwardBackwardOutput", result)
+    elif kind == OPTIM_STEP:
+        answer = json.loads(result)
+    else:
         return None
-    answer = (
-        wire.decode("ForwardBackwardOutput", result)
-        if kind == FORWARD_BACKWARD
-        else json.loads(result)
-    )
     metrics = answer.get("metrics", {}).items()
     return json.dumps({name: value if math.isfinite(value) else None for name, value in metrics})
 

@@ -47,9 +47,8 @@ class RunFolder:
     """Paths inside one run folder."""
 
     path: Path
-    made: tuple[Path, ...] = field(
-        default=(), compare=False, repr=False
-    )  # folders above that its start made
+    # folders above that its start made
+    made: tuple[Path, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -80,11 +79,6 @@ class RunFolder:
     def logs(self) -> Path:
         return self.path / "logs"
 
-    @property
-    def recompute_logs(self) -> Path:
-        """Logs of a recomputation, apart from those of the run itself, which may be under way."""
-        return self.logs / "recompute"
-
     def record(self) -> dict[str, str]:
         """What the journal holds about the run's identity; empty before its first record."""
         if not self.journal.is_file() or is_empty(self.journal):
@@ -103,21 +97,15 @@ class RunFolder:
         """
         record = self.record() if record is None else record
         if _IN_FORCE in record:
-            ends = {name: name.removeprefix(_EARLIER) for name in record if _EARLIER in name}
-            configs = {
-                name: self._outside(validate(json.loads(record[name])))
-                for name in (*ends, _IN_FORCE)
-            }
-            old = [Era(configs[name], int(end)) for name, end in ends.items()]
-            last = configs[_IN_FORCE]
+            names = {name: name.removeprefix(_EARLIER) for name in record if _EARLIER in name}
+            ends = {int(end): validate(json.loads(record[name])) for name, end in names.items()}
+            last = validate(json.loads(record[_IN_FORCE]))
         else:
             paths = self.path.glob(f"configs/{_UNTIL}*.toml")
-            old = [
-                Era(self._outside(_read(path)), int(path.stem.removeprefix(_UNTIL)))
-                for path in paths
-            ]
-            last = self._outside(_read(self.path / CONFIG))
-        return [*sorted(old, key=lambda era: era.last_step or 0), Era(last, None)]
+            ends = {int(path.stem.removeprefix(_UNTIL)): _read(path) for path in paths}
+            last = _read(self.path / CONFIG)
+        old = [Era(self._outside(config), end) for end, config in sorted(ends.items())]
+        return [*old, Era(self._outside(last), None)]
 
     async def record_config(
         self, journal: Journal, config: Config, facts: Mapping[str, str], *, after_step: int
@@ -196,11 +184,9 @@ class RunFolder:
             file.flush()
             try:
                 yield
-            finally:
-                with contextlib.suppress(
-                    OSError
-                ):  # a disk that became read-only: the run's own fault says so
-                    file.truncate(0)  # a lock that names a process and that nobody holds: a kill
+            finally:  # a lock that names a process and that nobody holds: a kill
+                with contextlib.suppress(OSError):  # read-only by now: the run's own fault says so
+                    file.truncate(0)
 
     def _take_lock(self, descriptor: int) -> bool:
         """Take the lock alone; return False if a run holds it. A look holds it for a moment, shared."""
@@ -274,9 +260,7 @@ class Origin:
     run: str  # folder of the run that generated them
     steps: int  # number of steps of that run whose groups are used
     digest: str  # digest of its weights after the last of these steps
-    rescored: int | None = (
-        None  # rollouts with a score in RESCORED; None: an older version made the fork
-    )
+    rescored: int | None = None  # rollouts with a score in RESCORED; None: made by an older version
 
 
 @dataclass(slots=True, frozen=True)
@@ -356,7 +340,12 @@ def create(
     if origin is not None:  # before the config, which makes the folder a run
         (path / ORIGIN).write_text(json.dumps(asdict(origin), indent=1))
         sync(path / ORIGIN)
-    config = _keep_data(path, config, own_data)
+    for file in own_data:
+        (path / "data").mkdir(exist_ok=True)
+        shutil.copyfile(file, path / "data" / file.name)
+        sync(path / "data" / file.name)
+    kept = {str(file): f"{_INSIDE}data/{file.name}" for file in own_data}
+    config = _map_data(config, lambda data: kept.get(data, data))
     trust.remember(path, config)
     # at once: no kill can come between making a run and its config, until the journal has it
     (path / CONFIG).write_text(_copy(config), encoding="utf-8")
@@ -365,16 +354,6 @@ def create(
     for folder in (path, *made, above):  # what was made, and the folder that names the first of it
         sync(folder)
     return RunFolder(path, made)
-
-
-def _keep_data(path: Path, config: Config, files: Sequence[Path]) -> Config:
-    """Copy files into the run folder; return the config that names the copies."""
-    for file in files:
-        (path / "data").mkdir(exist_ok=True)
-        shutil.copyfile(file, path / "data" / file.name)
-        sync(path / "data" / file.name)
-    kept = {str(file): f"{_INSIDE}data/{file.name}" for file in files}
-    return _map_data(config, lambda data: kept.get(data, data))
 
 
 def check_disk(folder: Path, config: Config) -> None:
@@ -443,16 +422,14 @@ def delete(folder: RunFolder) -> None:
 
 def has_progress(path: Path) -> bool:
     """Whether the folder holds groups, metrics or checkpoints, which a removal would destroy."""
-    metrics = path / METRICS
+    metrics, journal = path / METRICS, path / JOURNAL
     told = metrics.exists() and metrics.stat().st_size > 0
-    return told or any((path / "checkpoints").glob("step-*")) or _has_groups(path / JOURNAL)
-
-
-def _has_groups(path: Path) -> bool:
-    if not path.exists() or is_empty(path):
+    if told or any((path / "checkpoints").glob("step-*")):
+        return True
+    if not journal.exists() or is_empty(journal):
         return False
-    with contextlib.closing(Journal.look(path)) as journal:
-        return bool(journal.query("SELECT 1 FROM groups LIMIT 1"))
+    with contextlib.closing(Journal.look(journal)) as look:
+        return bool(look.query("SELECT 1 FROM groups LIMIT 1"))
 
 
 def _automatic_name(config: Config) -> str:

@@ -62,15 +62,13 @@ class DiskWatch:
 
     def forecast(self, steps_done: int) -> str:
         """What the rest of the run will write, at most, and what is free, in one line."""
-        journal = (self._total - steps_done) * _step_bytes(self._config)
-        settings = self._config.checkpoint
+        config, settings = self._config, self._config.checkpoint
+        journal = (self._total - steps_done) * _step_bytes(config)
         checkpoint, keep = self._checkpoint_bytes(), settings.keep + 1 + bool(settings.keep_best)
         free = self._free(self._folder)
-        written = (
-            f"at most {size_text(journal)} of journal ({_token_bytes(self._config)} bytes a token)"
-        )
-        cuts = any(self._config.task_sampling(task).cuts_tokens for task in self._config.tasks)
-        if cuts or self._config.engine.options.get("router_replay"):
+        written = f"at most {size_text(journal)} of journal ({_token_bytes(config)} bytes a token)"
+        cuts = any(config.task_sampling(task).cuts_tokens for task in config.tasks)
+        if cuts or config.engine.options.get("router_replay"):
             written += " without what tokens are chosen from (docs/off-policy.md)"
         if checkpoint:
             written += (

@@ -25,10 +25,7 @@ from penstock.errors import UserError
 from penstock.files import say
 
 _CODE = (".py", ".pyc", ".so", ".sh")
-_DATA = (
-    "data",
-    "checkpoints",
-)  # entries of a run folder whose other files are read, never executed
+_DATA = ("data", "checkpoints")  # entries of a run folder whose other files are never executed
 _TEXTS = ("data", "system_prompt", "tags", "stop", "name", "group", "project")  # a:b is no object
 
 
@@ -185,10 +182,10 @@ def _files(folder: Path) -> Iterator[Path]:
 def _local_modules(config: Config) -> Iterator[str]:
     """Modules that the config would import from the working folder, by their place (see plugins.py)."""
     for act in acts_of(config):
-        parsed = plugins.parse(act.removeprefix("execute "))
-        place = Path.cwd() / (parsed[0].partition(".")[0] if parsed else "")
-        if parsed and (place.is_dir() or place.with_suffix(".py").is_file()):
-            yield str(place)
+        if parsed := plugins.parse(act.removeprefix("execute ")):
+            place = Path.cwd() / parsed[0].partition(".")[0]
+            if place.is_dir() or place.with_suffix(".py").is_file():
+                yield str(place)
 
 
 # -- the state folder --------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from penstock.errors import UserError
@@ -63,31 +64,34 @@ _VARINT, _DOUBLE, _LENGTH, _FLOAT = 0, 1, 2, 5  # how a field is written
 _SCALARS = {"int": _VARINT, "bool": _VARINT, "double": _DOUBLE}
 
 
-class _Fields:
-    """The fields of each message, parsed from the table; a map is a message of key and value."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, dict[int, tuple[str, str, str]]] = {}
-        for message, rows in _TABLE.items():
-            self.of[message] = {}
-            for number, row in rows.items():
-                name, kind = row.split(" ")
-                shape = "*" if kind.endswith("*") else "{}" if kind.endswith("{}") else ""
-                kind = kind.removesuffix(shape)
-                if shape == "{}":
-                    self.of[f"{kind}{{}}"] = {1: ("key", "str", ""), 2: ("value", kind, "")}
-                    kind = f"{kind}{{}}"
-                self.of[message][number] = (name, kind, shape)
+def _fields() -> dict[str, dict[int, tuple[str, str, str]]]:
+    """Message -> number -> (name, kind, shape), from the table; a map is a message of key and value."""
+    fields: dict[str, dict[int, tuple[str, str, str]]] = {message: {} for message in _TABLE}
+    for message, rows in _TABLE.items():
+        for number, row in rows.items():
+            name, kind = row.split(" ")
+            shape = "*" if kind.endswith("*") else "{}" if kind.endswith("{}") else ""
+            if shape == "{}":
+                fields[kind] = {1: ("key", "str", ""), 2: ("value", kind.removesuffix("{}"), "")}
+            fields[message][number] = (name, kind.removesuffix("*"), shape)
+    return fields
 
 
-_FIELDS = _Fields().of
+_FIELDS = _fields()
 
 
 def decode(message: str, data: bytes | memoryview) -> Message:
     """The fields of a message."""
-    try:
+    with _no_message(message):
         return _decode(message, memoryview(data))
-    except (IndexError, struct.error, UnicodeDecodeError, ValueError) as error:
+
+
+@contextmanager
+def _no_message(message: str) -> Iterator[None]:
+    """Say that bytes are no message of this kind where they do not fit the table."""
+    try:
+        yield
+    except (IndexError, struct.error, UnicodeDecodeError, ValueError, TypeError) as error:
         raise UserError(f"body: got bytes that are no {message} ({error})") from None
 
 
@@ -211,12 +215,10 @@ def _number(value: int) -> bytes:
 
 def decode_head(message: str, data: bytes) -> Message:
     """The scalar fields of a message; what is wrong inside its others is found when it is decoded whole."""
-    try:
+    with _no_message(message):
         fields = _FIELDS[message]
         return {
             fields[number][0]: _value(fields[number][1], raw)
             for number, _, raw in _parts(memoryview(data))
             if number in fields and fields[number][1] in ("str", "int", "bool")
         }
-    except (IndexError, struct.error, UnicodeDecodeError, ValueError, TypeError) as error:
-        raise UserError(f"body: got bytes that are no {message} ({error})") from None

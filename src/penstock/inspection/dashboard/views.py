@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 from penstock.config.changes import flat
@@ -58,9 +59,9 @@ _REST = 20.0  # a reading that took a second is repeated after 20 seconds at the
 _LOOK_S = 1.0  # in which a look reads new runs
 _SPARKS = 60  # points of the small curve in the list
 _DATABASES = [f"{name}{end}" for name in (JOURNAL, COMMANDS) for end in ("", "-wal", "-shm")]
-_FILES = (CONFIG, *_DATABASES, METRICS, ORIGIN, "lock")
+_LINES = ("rollouts.jsonl", f"timeline/{TIMELINE_FILE}")
+_FILES = (CONFIG, *_DATABASES, METRICS, ORIGIN, "lock", *_LINES)
 _FOLDERS = ("configs", "eval", "timeline")
-_MORE_FILES = ("rollouts.jsonl", f"timeline/{TIMELINE_FILE}")
 
 
 @dataclass(slots=True)
@@ -115,8 +116,8 @@ class ShownRun:
 
     def line_of(self, line: RunLine) -> dict[str, Any]:
         """A run's line as the page shows it, with a short curve."""
-        parts = [line.rewards[a:b] for a, b in stretches(len(line.rewards), _SPARKS)]
-        means = [round(sum(part) / len(part), 4) for part in parts]
+        parts = stretches(len(line.rewards), _SPARKS)
+        means = [round(fmean(line.rewards[first:end]), 4) for first, end in parts]
         return {**asdict(line), "id": self.id, "rewards": means}
 
 
@@ -132,7 +133,7 @@ class ShownRuns:
         """The run with this id; raise KeyError if there is none, or if it is refused."""
         known = self._runs.get(run_id)
         if known is None:  # an address that was kept, before the list is read
-            path = {_id(path): path for path in self._paths()}[run_id]
+            path = self._paths()[run_id]
             known = self._runs.setdefault(run_id, ShownRun(run_id, RunFolder(path)))
         if odd_file(known.folder.path):
             raise KeyError(run_id)
@@ -142,7 +143,7 @@ class ShownRuns:
         """The line of every run, the newest first; after a second, runs that are new wait for the next look."""
         until, complete = time.monotonic() + _LOOK_S, True
         with self._looking:
-            paths = {_id(path): path for path in self._paths()}
+            paths = self._paths()
             for run_id in list(self._runs):  # at once: `find` adds runs in other threads
                 if run_id not in paths:
                     del self._runs[run_id]
@@ -154,33 +155,30 @@ class ShownRuns:
                 with suppress(OSError, PenstockError):  # removed or replaced during the look
                     run.renew()
             shown = [run.line for run in list(self._runs.values()) if run.line]
-        there = [
-            line for line in shown if _is_run(paths[line["id"]])
-        ]  # else removed during the look
-        there.sort(key=lambda line: -line["changed_at"])
-        return {"runs": there, "complete": complete}
+        there = [line for line in shown if _is_run(paths[line["id"]])]  # not removed meanwhile
+        return {
+            "runs": sorted(there, key=lambda line: -line["changed_at"]),
+            "complete": complete,
+        }
 
-    def _paths(self) -> list[Path]:
-        """The run folders, the newest first. Links are not followed."""
-        if _is_run(self.folder):
-            return [self.folder]
-        with os.scandir(self.folder) as entries:
-            folders = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
-        times = {path: os.lstat(path).st_mtime for path in folders if _is_run(path)}
-        return sorted(times, key=lambda path: -times[path])
+    def _paths(self) -> dict[str, Path]:
+        """The run folders by their ids, the newest first. Links are not followed."""
+        folders = [self.folder]
+        if not _is_run(self.folder):
+            with os.scandir(self.folder) as entries:
+                inside = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False)]
+            times = {path: os.lstat(path).st_mtime for path in inside if _is_run(path)}
+            folders = sorted(times, key=lambda path: -times[path])
+        return {hashlib.sha256(os.fsencode(path)).hexdigest()[:12]: path for path in folders}
 
 
 def _is_run(path: Path) -> bool:
     return any(os.path.lexists(path / name) for name in (CONFIG, JOURNAL, COMMANDS))
 
 
-def _id(path: Path) -> str:
-    return hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
-
-
 def odd_file(folder: Path) -> str:
     """A sentence about a link, pipe or device where a look would read; empty if there is none."""
-    paths = [(folder / name, stat.S_ISREG) for name in (*_FILES, *_MORE_FILES)]
+    paths = [(folder / name, stat.S_ISREG) for name in _FILES]
     paths += [(folder / name, stat.S_ISDIR) for name in _FOLDERS]
     for path, is_right in paths:
         try:
@@ -203,20 +201,18 @@ def odd_file(folder: Path) -> str:
 def overview(folder: RunFolder) -> dict[str, Any]:
     """The record of a run, with thinned curves and the key figures; that of a service has its models' records."""
     if folder.commands.is_file():
-        return _service_overview(folder)
+        service = read_service(folder)
+        for model in service["models"]:
+            record = model.pop("record")
+            model |= _shown(record) | {"id": record.name}
+        return service
     record = read_run(folder)
-    shown = asdict(record) | {"figures": asdict(take_figures(record))}
-    shown["steps"], shown["curves"], shown["spread"] = thin(record)
-    return shown
+    return _shown(record) | {"figures": asdict(take_figures(record))}
 
 
-def _service_overview(folder: RunFolder) -> dict[str, Any]:
-    service = read_service(folder)
-    shown = asdict(service)
-    for model, row in zip(service.models, shown["models"], strict=True):
-        row |= row.pop("record") | {"id": model.record.name}
-        row["steps"], row["curves"], row["spread"] = thin(model.record)
-    return shown
+def _shown(record: RunRecord) -> dict[str, Any]:
+    steps, curves, spread = thin(record)
+    return asdict(record) | {"steps": steps, "curves": curves, "spread": spread}
 
 
 def thin(
@@ -235,16 +231,12 @@ def thin(
     spread: dict[str, list[list[float | None]]] = {}
     for name, values in record.curves.items():
         known = [[v for v in values[a:b] if v is not None] for a, b in parts]
-        means[name] = [_short(sum(part) / len(part)) if part else None for part in known]
+        means[name] = [float(f"{fmean(part):.5g}") if part else None for part in known]
         spread[name] = [
             [min(part, default=None) for part in known],
             [max(part, default=None) for part in known],
         ]
     return steps, means, spread
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")
 
 
 # -- samples -----------------------------------------------------------------------------------
@@ -294,7 +286,18 @@ def _groups(journal: Journal, rows: Sequence[tuple]) -> dict[str, Any]:
     readable, damaged = [], []
     for (group_id,) in rows:
         try:
-            readable.append(_group(journal, group_id))
+            samples = sorted(
+                views_of_group(journal, group_id),
+                key=lambda sample: math.inf if sample.reward is None else -sample.reward,
+            )
+            answers = []
+            for sample in samples:
+                row = sample.plain()
+                row |= {"fate": sample.fate, "response": clip(sample.response)}
+                row["prompt"] = clip("\n".join(map(message_text, sample.prompt)))
+                _clip_turns(row)
+                answers.append(row)
+            readable.append({"group_id": group_id, "answers": answers})
         except RunError as error:
             damaged.append(str(error))
     return {"groups": readable, "damaged": damaged, "last_step": last, "tasks": sorted(tasks)}
@@ -317,21 +320,6 @@ def _conditions(query: Mapping[str, str]) -> tuple[str, list[object]]:
         )
         values.append(words.lower())
     return " AND ".join(conditions), values
-
-
-def _group(journal: Journal, group_id: str) -> dict[str, Any]:
-    samples = sorted(
-        views_of_group(journal, group_id),
-        key=lambda sample: math.inf if sample.reward is None else -sample.reward,
-    )
-    answers = []
-    for sample in samples:
-        row = sample.plain()
-        row |= {"fate": sample.fate, "response": clip(sample.response)}
-        row["prompt"] = clip("\n".join(message_text(message) for message in sample.prompt))
-        _clip_turns(row)
-        answers.append(row)
-    return {"group_id": group_id, "answers": answers}
 
 
 def clip(text: str) -> str:
@@ -364,22 +352,20 @@ def _whole(text: str | None) -> int | None:
 
 def journal_state(folder: RunFolder) -> dict[str, Any]:
     """Where the groups are now, the newest events, and which weights each engine confirmed."""
+    of_events = ("at", "group_id", "kind", "status", "tries", "reason", "reward", "step")
+    of_weights = ("kind", "engine", "version", "at")
     with closing(Journal.look(folder.journal)) as journal, journal.snapshot():
         events = journal.query(
-            "SELECT at, group_id, kind, status, tries, reason, reward, step FROM events"
-            f" ORDER BY at DESC LIMIT {_NEWEST_EVENTS}"
+            f"SELECT {', '.join(of_events)} FROM events ORDER BY at DESC LIMIT {_NEWEST_EVENTS}"
         )
         weights = journal.query(
             "SELECT kind, engine, MAX(version), MAX(at) FROM weights GROUP BY kind, engine ORDER BY 1, 2"
         )
-        names = ("at", "group_id", "kind", "status", "tries", "reason", "reward", "step")
         return {
             "counts": journal.counts(),
             "drops": journal.drops(),
-            "events": [dict(zip(names, row, strict=True)) for row in events],
-            "weights": [
-                dict(zip(("kind", "engine", "version", "at"), w, strict=True)) for w in weights
-            ],
+            "events": [dict(zip(of_events, row, strict=True)) for row in events],
+            "weights": [dict(zip(of_weights, row, strict=True)) for row in weights],
         }
 
 
@@ -448,15 +434,11 @@ def differing_settings(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
     keys = sorted({key for tree in trees for key in tree if not key.startswith("run.")})
     rows = []
     for key in keys:
-        values = [_said(tree[key]) if key in tree else "" for tree in trees]
+        known = [tree.get(key) for tree in trees]
+        values = ["" if v is None else v if isinstance(v, str) else json.dumps(v) for v in known]
         if len(set(values)) > 1:
             rows.append({"key": key, "values": values})
     return rows
-
-
-def _said(value: object) -> str:
-    """A value as a config would have it; nothing for one that is not set."""
-    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
 
 
 def comparison(folders: Sequence[RunFolder]) -> dict[str, Any]:
@@ -490,10 +472,6 @@ def _kept(
     return {**show(value), "again_in_s": wait}
 
 
-def _moments(query: Mapping[str, str]) -> tuple[float, float]:
-    return float(query.get("from") or 0), float(query.get("to") or 0)
-
-
 View = Callable[[ShownRun, Mapping[str, str]], dict[str, Any]]
 
 VIEWS: dict[str, View] = {
@@ -504,6 +482,9 @@ VIEWS: dict[str, View] = {
     ),
     "journal": lambda run, _: _kept(run, "journal", journal_state, dict),
     "timeline": lambda run, query: _kept(
-        run, "lanes", read_lanes, lambda read: timeline(*read, *_moments(query))
+        run,
+        "lanes",
+        read_lanes,
+        lambda read: timeline(*read, float(query.get("from") or 0), float(query.get("to") or 0)),
     ),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,7 +122,16 @@ def read_observed(folder: RunFolder) -> Observed:
     """Read a run folder; what is missing or damaged is left out."""
     config = folder.config()
     rows = list(read_metrics(folder.metrics).values())
-    facts, batch, failure = _read_journal(folder, rows)
+    facts, batch, failure = dict[str, str](), None, ""
+    # damage can put any type anywhere
+    with suppress(PenstockError, TypeError, ValueError):
+        with closing(Journal.look(folder.journal)) as journal:
+            failures = journal.query(
+                "SELECT reason FROM events WHERE status = 'failed' AND reason != '' ORDER BY at DESC LIMIT 1"
+            )
+            identity = journal.read_identity()
+            batch = journal.batch(rows[-1]["step"]) if rows else None
+            facts, failure = identity, str(failures[0][0]) if failures else ""
     total = facts.get(TOTAL_STEPS)
     steps = int(total) if total and total.isdigit() else config.train.steps
     done = rows[-1]["step"] if rows else 0
@@ -139,25 +148,3 @@ def read_observed(folder: RunFolder) -> Observed:
         disk=disk,
         last_failure=lambda: failure,
     )
-
-
-def _read_journal(
-    folder: RunFolder, rows: Sequence[Row]
-) -> tuple[dict[str, str], Batch | None, str]:
-    if not folder.journal.is_file():
-        return {}, None, ""
-    try:
-        with closing(Journal.look(folder.journal)) as journal:
-            facts, failure = journal.read_identity(), _last_failure(journal)
-            batch = journal.batch(rows[-1]["step"]) if rows else None
-    except (PenstockError, TypeError, ValueError):  # damage can put any type anywhere
-        return {}, None, ""
-    return facts, batch, failure
-
-
-def _last_failure(journal: Journal) -> str:
-    """The error of the group that failed last; empty if none did."""
-    rows = journal.query(
-        "SELECT reason FROM events WHERE status = 'failed' AND reason != '' ORDER BY at DESC LIMIT 1"
-    )
-    return str(rows[0][0]) if rows else ""

@@ -153,13 +153,12 @@ def _equal_rewards(o: Observed) -> Figures | None:
     if o.now("reward/std") < 1e-9:
         which = f"all rewards are {o.now('reward/mean'):g}"
     cause, advice, change = _cause(o)
-    return {
-        "since": since,
-        "which": which,
-        "cause": f"{cause}{_example(o)}",
-        "advice": advice,
-        "change": change,
-    }
+    if o.batch is not None and o.batch.groups:
+        group = o.batch.groups[0]
+        cause += f"; for example the response {_quote(group.rollouts[0].text)}"
+        if group.prompt.gt_answer is not None:
+            cause += f", expected answer {_quote(group.prompt.gt_answer)}"
+    return {"since": since, "which": which, "cause": cause, "advice": advice, "change": change}
 
 
 def _cause(o: Observed) -> tuple[str, str, tuple[str, ...]]:
@@ -199,23 +198,10 @@ def _missed_form(o: Observed) -> tuple[str, tuple[str, ...]] | None:
     return None
 
 
-def _example(o: Observed) -> str:
-    if o.batch is None or not o.batch.groups:
-        return ""
-    group = o.batch.groups[0]
-    answer = group.prompt.gt_answer
-    expected = "" if answer is None else f", expected answer {_quote(answer)}"
-    return f"; for example the response {_quote(group.rollouts[0].text)}{expected}"
-
-
 def _quote(text: str) -> str:
     """Quote a text in one line; of a long one, its end, where answers are."""
     line = " ".join(text.split())
     return repr(line if len(line) <= _SHOWN else f"...{line[-_SHOWN:]}")
-
-
-def _refuses_nothing(o: Observed) -> bool:
-    return not (o.settings.filter_groups or o.config.produce.is_valid_sample)
 
 
 # -- responses ---------------------------------------------------------------------------------
@@ -434,11 +420,10 @@ def _spare_devices(o: Observed) -> int:
 def _full_disk(o: Observed) -> Figures | None:
     if o.disk is None or not o.disk.is_short:
         return None
-    figures: Figures = {"since": o.last_step, "disk": o.disk, "advice": "Make room"}
+    advice, change = "Make room", tuple[str, ...]()
     if o.config.checkpoint.keep > 1:
-        figures["advice"] += ", or keep fewer checkpoints"
-        figures["change"] = ("checkpoint.keep=1",)
-    return figures
+        advice, change = "Make room, or keep fewer checkpoints", ("checkpoint.keep=1",)
+    return {"since": o.last_step, "disk": o.disk, "advice": advice, "change": change}
 
 
 def _long_log(o: Observed) -> Figures | None:
@@ -456,10 +441,6 @@ def _skipped(o: Observed) -> Figures | None:
             whole, limit = fact["skipped"] + fact["prompts"], task.max_prompt_tokens
             return {"since": 0, **fact, "key": key, "whole": whole, "limit": limit}
     return None
-
-
-def _no_template(o: Observed) -> Figures | None:
-    return None if o.fact(TEMPLATE).get("present", 1) else {"since": 0}
 
 
 def _overlap(o: Observed) -> Figures | None:
@@ -484,7 +465,7 @@ AFTER_STEP: tuple[Rule, ...] = (  # the worst first
          "Steps {since} to {last}: {cause}"),
     Rule("refused_groups",
          _held("produced/groups", lambda o, number: number >= 10 * o.config.train.groups_per_step,
-               unless=_refuses_nothing),
+               unless=lambda o: not (o.settings.filter_groups or o.config.produce.is_valid_sample)),
          "Nearly every group is generated in vain: the validity rule refuses it",
          "A step trains {groups} groups and {produced/groups:.0f} are generated for it (mean reward {produced/reward:.3g})",
          "Take prompts that the model answers right sometimes, or sample more responses to each",
@@ -565,7 +546,7 @@ AT_START: tuple[Rule, ...] = (  # what they look at does not change in a run
          "Prompts are left out because they are too long",
          "{skipped} of {whole} prompts of {key} are longer than {limit} tokens, up to {longest}",
          "Allow longer prompts", ("{key}.max_prompt_tokens={longest}",), after=0),
-    Rule("no_template", _no_template,
+    Rule("no_template", lambda o: None if o.fact(TEMPLATE).get("present", 1) else {"since": 0},
          "The tokenizer has no chat template: the model gets the text of the messages alone",
          "Messages are joined by line breaks, without roles",
          "Right for a base model; for a chat model name a tokenizer that has its template: model.tokenizer=NAME", after=0),

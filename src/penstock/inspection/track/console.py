@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Self
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -33,7 +32,6 @@ from rich.text import Text
 
 from penstock import files
 from penstock.inspection.track.logs import Finding, RunInfo, Tracker, read_metrics
-from penstock.types import Rollout
 
 Point = tuple[int, float]  # step, value
 READY = "ready"  # the last stage of a worker's start
@@ -86,11 +84,8 @@ def _account_text(figures: dict[str, float]) -> str:
     words = [f"{get('samples', 0.0):,.0f} samples", f"{get('tokens', 0.0):,.0f} tokens"]
     if count := get("reward_count"):
         words.append(f"reward {get('reward_sum', 0.0) / count:.3f}")
-    words += [
-        f"{name.removeprefix('part/')} {figures[name]:.3f}"
-        for name in figures
-        if name.startswith("part/")
-    ]
+    parts = (name for name in figures if name.startswith("part/"))
+    words += [f"{name.removeprefix('part/')} {figures[name]:.3f}" for name in parts]
     if "temperature" in figures:
         words.append(f"temperature {figures['temperature']:.3g}")
     if "group_time_p50_s" in figures:
@@ -98,6 +93,14 @@ def _account_text(figures: dict[str, float]) -> str:
         words.append(f"group time {p50:.3g} s (p99 {p99:.3g} s)")
     words += [f"{name.replace('_', ' ')} {figures[name]:.0f}" for name in _EVENTS if get(name)]
     return ", ".join(words)
+
+
+def fact_table() -> Table:
+    """An empty table of names and what is said of each."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
 
 
 def finding_table(findings: Iterable[Finding], *, brief: bool = False) -> Table:
@@ -110,17 +113,15 @@ def finding_table(findings: Iterable[Finding], *, brief: bool = False) -> Table:
         table.add_row("●", Text.assemble((finding.what, "bold yellow"), (since, "dim")))
         if not brief:
             table.add_row("", Text(finding.evidence))
-        table.add_row("", _remedy(finding, brief))
+        pasted = " ".join(map(shlex.quote, finding.change))
+        if brief and pasted:
+            table.add_row("", Text(pasted, style="cyan"))
+        else:
+            between = ": " if pasted else ""
+            table.add_row("", Text.assemble(finding.advice, between, (pasted, "bold cyan")))
         if not brief:
             table.add_row("", "")
     return table
-
-
-def _remedy(finding: Finding, brief: bool) -> Text | Padding:
-    pasted = " ".join(map(shlex.quote, finding.change))
-    if brief and pasted:
-        return Text(pasted, style="cyan")
-    return Text.assemble(finding.advice, ": " if pasted else "", (pasted, "bold cyan"))
 
 
 def held_out_scores(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
@@ -280,7 +281,7 @@ class ConsoleTracker(Tracker):
             self._console.print(f"    {line}", highlight=False, soft_wrap=True)
 
     def _curves(self) -> list[tuple[str, list[float | None]]]:
-        curves = [(name, values) for name, values in self._evals.items() if values]
+        curves = list(self._evals.items())
         if self._rewards and self._rewards[-1] is not None:
             curves.append(("reward", self._rewards))
         return curves
@@ -288,19 +289,17 @@ class ConsoleTracker(Tracker):
     def _figures(self) -> list[tuple[str, str]]:
         get = self._metrics.get
         rate = get("tokens/generated", 0.0) / max(get("time/step_s", 0.0), 1e-9)
-        shown = [("accuracy", f"{get('accuracy/mean', 0.0):.3f}")]
-        if "accuracy/mean" not in self._metrics:  # nothing judges the answers
-            shown = []
+        age, oldest = get("staleness/mean", 0.0), get("staleness/max", 0.0)
+        shown = []
+        if "accuracy/mean" in self._metrics:  # else nothing judges the answers
+            shown.append(("accuracy", f"{self._metrics['accuracy/mean']:.3f}"))
         if LOSS in self._metrics:
             shown.append(("loss", f"{self._metrics[LOSS]:.4f}"))
         return [
             *shown,
             ("length", f"{get('response_length/mean', 0.0):.1f}"),
             ("tokens/s", f"{rate:,.0f}"),
-            (
-                "staleness",
-                f"{get('staleness/mean', 0.0):.2f} (max {get('staleness/max', 0.0):.0f})",
-            ),
+            ("staleness", f"{age:.2f} (max {oldest:.0f})"),
             ("trainer waited", f"{get('time/consumer_wait_s', 0.0):.2f} s"),
             ("producer waited", f"{get('time/producer_wait_s', 0.0):.2f} s"),
         ]
@@ -310,7 +309,15 @@ class ConsoleTracker(Tracker):
         self._batch.update(self._batch_bar, completed=ready, total=wanted or None)
         parts: list[RenderableType] = [self._progress, *([self._batch] if wanted else [])]
         if self._metrics or self._evals:
-            parts += [self._curve_table(), self._figure_row(), self._sample_table()]
+            pairs = self._figures() if self._metrics else []
+            figures = [
+                Text.assemble((f"{name} ", "dim"), value, no_wrap=True) for name, value in pairs
+            ]
+            parts += [
+                self._curve_table(),
+                Columns(figures, padding=(0, 2)),  # in as many lines as the width needs
+                self._sample_table(),
+            ]
         parts.append(Text(self._info.live(), style="dim"))
         parts += [Text(line, style="dim") for line in account_lines(self._metrics)]
         if findings := list(self._info.findings()):
@@ -330,12 +337,6 @@ class ConsoleTracker(Tracker):
             table.add_row(name, Text(f"{values[-1]:.3f}", style="bold"), Text(plot, style="cyan"))
         return table
 
-    def _figure_row(self) -> Columns:
-        """Names with their values, each pair whole, in as many lines as the width needs."""
-        pairs = self._figures() if self._metrics else []
-        shown = [Text.assemble((f"{name} ", "dim"), value, no_wrap=True) for name, value in pairs]
-        return Columns(shown, padding=(0, 2))
-
     def _sample_table(self) -> Table:
         """Show the best and the worst response of the newest batch."""
         table = Table.grid(padding=(0, 2))
@@ -343,21 +344,15 @@ class ConsoleTracker(Tracker):
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis")
         batch = self._info.batch()
-        scored = (
-            [rollout for rollout in batch.rollouts if rollout.score is not None] if batch else []
-        )
-        if scored:
-            ranked = sorted(scored, key=lambda rollout: rollout.reward)
-            for name, rollout in (("best", ranked[-1]), ("worst", ranked[0])):
-                table.add_row(name, Text(f"{rollout.reward:.3f}"), _one_line(rollout))
+        scored = [r for r in batch.rollouts if r.score is not None] if batch else []
+        ranked = sorted(scored, key=lambda rollout: rollout.reward)
+        for name, rollout in (("best", ranked[-1]), ("worst", ranked[0])) if ranked else ():
+            prompt = rollout.prompt.messages[-1].get("content", "") if rollout.prompt else ""
+            question, answer = (" ".join(str(text).split()) for text in (prompt, rollout.text))
+            short = question if len(question) <= 50 else f"{question[:48]}.."
+            line = Text.assemble((f"{short} -> ", "dim"), answer or "(empty)")
+            table.add_row(name, Text(f"{rollout.reward:.3f}"), line)
         return table
-
-
-def _one_line(rollout: Rollout) -> Text:
-    prompt = rollout.prompt.messages[-1].get("content", "") if rollout.prompt else ""
-    question, answer = (" ".join(str(text).split()) for text in (prompt, rollout.text))
-    short = question if len(question) <= 50 else f"{question[:48]}.."
-    return Text.assemble((f"{short} -> ", "dim"), answer or "(empty)")
 
 
 # -- the plot of a notebook --------------------------------------------------------------------
@@ -384,7 +379,9 @@ class NotebookTracker(Tracker):
 
         self._html: Any = HTML
         self._info = info
-        self._reward: list[Point] = _earlier(info)
+        rows = read_metrics(info.folder / "metrics.jsonl") if info.first_step else {}
+        rewards = ((step, row.get("reward/mean")) for step, row in rows.items())
+        self._reward = [(step, reward) for step, reward in rewards if reward is not None]
         self._held_out: dict[str, list[Point]] = {}
         self._drawn_at = 0.0
         self._handle: Any = display(HTML(self._page()), display_id=True)
@@ -392,10 +389,8 @@ class NotebookTracker(Tracker):
     def log_step(self, step: int, metrics: dict[str, float]) -> None:
         if "reward/mean" in metrics:
             self._reward.append((step, metrics["reward/mean"]))
-        if (
-            step == self._info.total_steps
-            or time.monotonic() - self._drawn_at > _DRAWING_INTERVAL_S
-        ):
+        is_last = step == self._info.total_steps
+        if is_last or time.monotonic() - self._drawn_at > _DRAWING_INTERVAL_S:
             self._draw()
 
     def log_eval(self, step: int, metrics: dict[str, float]) -> None:
@@ -420,13 +415,6 @@ class NotebookTracker(Tracker):
             title += f", reward {self._reward[0][1]:.3f} → {self._reward[-1][1]:.3f}"
         curves = {"reward": self._reward, **self._held_out}
         return f"<p>{html.escape(title)}</p>{draw_curves(curves, self._info.total_steps)}"
-
-
-def _earlier(info: RunInfo) -> list[Point]:
-    """The rewards of the steps before a resume."""
-    rows = read_metrics(info.folder / "metrics.jsonl") if info.first_step else {}
-    rewards = ((step, row.get("reward/mean")) for step, row in rows.items())
-    return [(step, reward) for step, reward in rewards if reward is not None]
 
 
 # -- the start ---------------------------------------------------------------------------------
@@ -469,36 +457,28 @@ class StartDisplay:
         """Show and keep what a worker does since a moment (`time.time()`), if a start is shown."""
         if cls._shown is not None:
             cls._shown._stages.setdefault(worker, []).append((since, stage))
-            cls._shown.tell(cls._shown._workers_line())
-
-    def _workers_line(self) -> str:
-        """What the workers do now; workers that do the same are named together."""
-        by_stage: dict[str, list[str]] = {}
-        for worker, stages in self._stages.items():
-            if stages[-1][1] != READY:
-                by_stage.setdefault(stages[-1][1], []).append(worker)
-        parts = (f"{_names(workers)}: {stage}" for stage, workers in by_stage.items())
-        return "; ".join(parts) or "all workers are ready"
+            by_stage: dict[str, list[str]] = {}
+            for worker, stages in cls._shown._stages.items():
+                if stages[-1][1] != READY:
+                    by_stage.setdefault(stages[-1][1], []).append(worker)
+            parts = []
+            for stage, workers in by_stage.items():
+                more = f" and {len(workers) - 2} more" if len(workers) > 2 else ""
+                parts.append(f"{', '.join(workers[:2])}{more}: {stage}")
+            cls._shown.tell("; ".join(parts) or "all workers are ready")
 
     def report(self) -> list[str]:
         """A line for each worker: its stages, the seconds of each, and of all."""
         lines = []
         for worker, stages in self._stages.items():
             spent = (f"{what} {end - at:.2f} s" for (at, what), (end, _) in pairwise(stages))
-            total = stages[-1][0] - stages[0][0]
-            first = stages[0][0]
+            first, last = stages[0][0], stages[-1][0]
             began = time.strftime("%H:%M:%S", time.localtime(first)) + f"{first % 1:.2f}"[1:]
-            lines.append(
-                f"start of {worker}: {', '.join(spent)}; {total:.2f} s in all since {began}"
-            )
+            total = f"{last - first:.2f} s in all since {began}"
+            lines.append(f"start of {worker}: {', '.join(spent)}; {total}")
         return lines
 
     @classmethod
     def console(cls) -> Console:
         """The console for lines of a run: while a start is shown, they appear above it."""
         return cls._shown._progress.console if cls._shown else files.console(stderr=True)
-
-
-def _names(workers: list[str]) -> str:
-    more = f" and {len(workers) - 2} more" if len(workers) > 2 else ""
-    return ", ".join(workers[:2]) + more

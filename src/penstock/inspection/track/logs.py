@@ -27,7 +27,7 @@ from penstock.config.plugins import load, python_object
 from penstock.errors import UserError
 from penstock.files import each_row, free_name, say, visible, write_whole
 from penstock.inspection.track import TRACKERS
-from penstock.types import Batch, Group, Rollout, expand_segments
+from penstock.types import Batch, expand_segments
 from penstock.waits import OpenWait, WaitKind, Waits
 
 Note = Callable[[str], None]
@@ -278,43 +278,31 @@ class RolloutLog(LineFile):
     def write(self, batch: Batch) -> None:
         if not self._every_steps or batch.step % self._every_steps:
             return
-        self.append(
-            [
-                json.dumps(
-                    _sample(batch.step, group, rollout, self._messages(group)), ensure_ascii=False
-                )
-                for group in batch.groups[: self._num_groups]
+        rows = []
+        for group in batch.groups[: self._num_groups]:
+            messages, system = list(group.prompt.messages), self._system_prompts.get(group.task)
+            if system and not any(message.get("role") == "system" for message in messages):
+                messages.insert(0, {"role": "system", "content": system})
+            rows += [
+                {
+                    "step": batch.step,
+                    "task": group.task,
+                    "group_id": group.group_id,
+                    "rollout_id": rollout.rollout_id,
+                    "prompt": messages,
+                    "response": rollout.text,
+                    "gt_answer": group.prompt.gt_answer,
+                    "test_cases": group.prompt.test_cases,
+                    "reward": rollout.reward,
+                    "parts": rollout.score.parts if rollout.score else {},
+                    "versions": sorted(set(expand_segments(rollout.segments))),
+                    "temperature": rollout.temperature,
+                    "finish_reason": rollout.finish_reason,
+                    "response_length": rollout.num_sampled,
+                }
                 for rollout in group.rollouts
             ]
-        )
-
-    def _messages(self, group: Group) -> list[dict[str, Any]]:
-        """The messages of a prompt, with the system message that its task adds."""
-        messages, system = list(group.prompt.messages), self._system_prompts.get(group.task)
-        if system and not any(message.get("role") == "system" for message in messages):
-            messages.insert(0, {"role": "system", "content": system})
-        return messages
-
-
-def _sample(
-    step: int, group: Group, rollout: Rollout, messages: list[dict[str, Any]]
-) -> dict[str, Any]:
-    return {
-        "step": step,
-        "task": group.task,
-        "group_id": group.group_id,
-        "rollout_id": rollout.rollout_id,
-        "prompt": messages,
-        "response": rollout.text,
-        "gt_answer": group.prompt.gt_answer,
-        "test_cases": group.prompt.test_cases,
-        "reward": rollout.reward,
-        "parts": rollout.score.parts if rollout.score else {},
-        "versions": sorted(set(expand_segments(rollout.segments))),
-        "temperature": rollout.temperature,
-        "finish_reason": rollout.finish_reason,
-        "response_length": rollout.num_sampled,
-    }
+        self.append([json.dumps(row, ensure_ascii=False) for row in rows])
 
 
 class TimelineLog(LineFile):
@@ -366,6 +354,13 @@ def _event(lane: str, what: str, detail: str, start: float, end: float) -> str:
 # -- trackers of other systems ------------------------------------------------------------------
 
 
+def _not_installed(name: str) -> UserError:
+    return UserError(
+        f"track.trackers: got {name!r}, which is not installed; "
+        f"install it with: pip install 'penstock[{name}]'"
+    )
+
+
 class TensorBoardTracker(Tracker):
     """TensorBoard event files in RUN/tensorboard: every metric as a scalar."""
 
@@ -373,10 +368,7 @@ class TensorBoardTracker(Tracker):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError(
-                "track.trackers: got 'tensorboard', which is not installed; "
-                "install it with: pip install 'penstock[tensorboard]'"
-            ) from None
+            raise _not_installed("tensorboard") from None
         self._writer = SummaryWriter(
             str(info.folder / "tensorboard"), purge_step=info.first_step + 1
         )
@@ -385,8 +377,7 @@ class TensorBoardTracker(Tracker):
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def log_eval(self, step: int, metrics: dict[str, float]) -> None:
-        self.log_step(step, metrics)
+    log_eval = log_step
 
     def close(self) -> None:
         self._writer.close()
@@ -401,10 +392,7 @@ class WandbTracker(Tracker):
         try:
             import wandb
         except ImportError:
-            raise UserError(
-                "track.trackers: got 'wandb', which is not installed; "
-                "install it with: pip install 'penstock[wandb]'"
-            ) from None
+            raise _not_installed("wandb") from None
         id_file = info.folder / "wandb-id"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:12])
@@ -430,8 +418,7 @@ class WandbTracker(Tracker):
     def log_step(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log({**metrics, "step": step})
 
-    def log_eval(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log({**metrics, "step": step})
+    log_eval = log_step
 
     def close(self) -> None:
         self._run.finish()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.errors import UserError
-from penstock.files import say
+from penstock.files import say, write_for
 
 
 def simulate(
@@ -59,22 +59,23 @@ def simulate(
     known: Profile | None = fit.read_profile(source) if source else None
     if check:
         assert known is not None
-        _refuse_with_check(
-            {
-                "settings": arguments,
-                "--steps": steps,
-                "--nodes": nodes,
-                "--vary": vary,
-                "--kind-speed": kind_speed,
-                "--picture": picture,
-            }
-        )
-        checks = plan.check(check, known)
-        lines = [plan.check_json(checks)] if as_json else plan.check_lines(check, source, checks)
-        for line in lines:
+        options = {  # it simulates the run as it was
+            "settings": arguments,
+            "--steps": steps,
+            "--nodes": nodes,
+            "--vary": vary,
+            "--kind-speed": kind_speed,
+            "--picture": picture,
+        }
+        if ignored := [name for name, value in options.items() if value]:
+            raise UserError(
+                f"--check: got {', '.join(ignored)} too, allowed: --profile, --json and --save-profile"
+            )
+        for line in plan.check_lines(check, source, plan.check(check, known), as_json=as_json):
             say(line)
         if save_profile is not None:
-            _write("profile", save_profile, known.to_json())
+            write_for("simulate", save_profile, known.to_json())
+            say(f"profile: {save_profile}", error=True)
         return
     config = _config(arguments or [], profile)
     known = known or assumed(config)
@@ -85,27 +86,11 @@ def simulate(
     for line in [plan.json_of(known, answers)] if as_json else plan.text_of(known, answers):
         say(line)
     if picture is not None:
-        _write("picture", picture, plan.picture(answers))
+        write_for("simulate", picture, plan.picture(answers))
+        say(f"picture: {picture}", error=True)
     if save_profile is not None:
-        _write("profile", save_profile, known.to_json())
-
-
-def _refuse_with_check(options: dict[str, object]) -> None:
-    """Refuse what a check would ignore: it simulates the run as it was."""
-    if ignored := [name for name, value in options.items() if value]:
-        raise UserError(
-            f"--check: got {', '.join(ignored)} too, allowed: --profile, --json and --save-profile"
-        )
-
-
-def _write(what: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"simulate: cannot write {path}: {error.strerror}, allowed: a file that can be written"
-        ) from None
-    say(f"{what}: {path}", error=True)
+        write_for("simulate", save_profile, known.to_json())
+        say(f"profile: {save_profile}", error=True)
 
 
 def _config(arguments: list[str], profile: str):  # type: ignore[no-untyped-def]

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.config import Config
 from penstock.engine.protocol import (
     EngineStats,
     FinishReason,
@@ -54,30 +55,18 @@ class Rows:
         self.steps = 0.0  # decode steps done
         self.tokens = 0.0
         self._is_held = False  # no row begins
-        self._now = 0.0
         self._stalled_s = 0.0  # seconds to come in which no row advances
-        self._queue: dict[str, int] = {}  # waiting row -> its tokens; first come, first served
-        self._began: dict[str, float] = {}  # running row -> decode steps done by then
+        self.waiting: dict[str, int] = {}  # row -> its tokens; first come, first served
+        self.began: dict[str, float] = {}  # running row -> decode steps done by then
+        self._now = 0.0
         self._ends: list[tuple[float, str]] = []  # heap: decode steps at its end, row
 
-    @property
-    def running(self) -> list[str]:
-        return list(self._began)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._queue)
-
-    def hold(self, is_held: bool) -> None:
-        """Begin no row while held."""
-        self._is_held = is_held
-
     def _pace(self) -> float:
-        return self.model.seconds(max(1, len(self._began)))
+        return self.model.seconds(max(1, len(self.began)))
 
     def advance(self, now: float) -> None:
         """Move to a time at which no row ends or began to run before."""
-        passed, rows = now - self._now, len(self._began)
+        passed, rows = now - self._now, len(self.began)
         self._now = now
         stalled = min(passed, self._stalled_s)
         self._stalled_s -= stalled
@@ -88,27 +77,27 @@ class Rows:
             self.steps += steps
             self.tokens += steps * rows
 
+    def hold(self, is_held: bool) -> None:
+        """Begin no row while held."""
+        self._is_held = is_held
+
     def stall(self, seconds: float) -> None:
         """Let all rows wait: a prefill, or weights being loaded between two decode steps."""
         self._stalled_s += seconds
 
-    def add(self, row: str, tokens: int) -> None:
-        """Let a row of so many tokens wait for a free slot; every row has a name of its own."""
-        self._queue[row] = tokens
-
     def admit(self) -> list[str]:
         """Let waiting rows run for as long as slots are free; return those that begin."""
         begun = []
-        while self._queue and len(self._began) < self.model.slots and not self._is_held:
-            row = next(iter(self._queue))
-            heappush(self._ends, (self.steps + self._queue.pop(row), row))
-            self._began[row] = self.steps
+        while self.waiting and len(self.began) < self.model.slots and not self._is_held:
+            row = next(iter(self.waiting))
+            heappush(self._ends, (self.steps + self.waiting.pop(row), row))
+            self.began[row] = self.steps
             begun.append(row)
         return begun
 
     def next_end(self) -> float | None:
         """The time at which the next row ends if no other begins before; None without rows."""
-        while self._ends and self._ends[0][1] not in self._began:  # it was removed
+        while self._ends and self._ends[0][1] not in self.began:  # it was removed
             heappop(self._ends)
         if not self._ends:
             return None
@@ -120,15 +109,15 @@ class Rows:
         ended = []
         while self._ends and self._ends[0][0] <= self.steps + 1e-6:
             _, row = heappop(self._ends)
-            if self._began.pop(row, None) is not None:
+            if self.began.pop(row, None) is not None:
                 ended.append(row)
         return ended
 
     def remove(self, row: str) -> int:
         """Forget a row before its end; return the tokens that it has made."""
-        if self._queue.pop(row, None) is not None:
+        if self.waiting.pop(row, None) is not None:
             return 0
-        return int(self.steps - self._began.pop(row) + 1e-6)
+        return int(self.steps - self.began.pop(row) + 1e-6)
 
 
 class ModelledEngine:
@@ -158,7 +147,7 @@ class ModelledEngine:
         for name, request in zip(names, requests, strict=True):
             tokens = max(1, self._length(name) - len(request.response_ids))
             self._tokens[name], self._answers[name] = tokens, loop.create_future()
-            self.rows.add(name, tokens)
+            self.rows.waiting[name] = tokens
         answers = [self._answers[name] for name in names]
         self._continue()
         try:
@@ -209,8 +198,8 @@ class ModelledEngine:
         if mode == "abort":
             for name in list(self._answers):
                 await self.abort(name)
-        if mode == "wait" and (running := self.rows.running):
-            await asyncio.wait([self._answers[name] for name in running])
+        if mode == "wait" and self.rows.began:
+            await asyncio.wait([self._answers[name] for name in self.rows.began])
 
     async def resume(self) -> None:
         self.rows.hold(False)
@@ -233,8 +222,8 @@ class ModelledEngine:
         return EngineStats(
             policy_version=self._version,
             digest=self._digest,
-            running=len(self.rows.running),
-            waiting=self.rows.num_waiting,
+            running=len(self.rows.began),
+            waiting=len(self.rows.waiting),
             tokens_generated=int(self.rows.tokens),
             busy_s=self.rows.busy_s,
             slots=self.rows.model.slots,
@@ -246,28 +235,26 @@ class ModelledEngine:
 
 
 class Recorded:
-    """The lengths and rewards of the responses of one task, from the groups of a profile."""
+    """The lengths and rewards of the responses of one task, from the groups of a profile.
 
-    def __init__(self, groups: Sequence[SeenGroup], *, size: int, longest: int) -> None:
-        """size: responses of a group. longest: most tokens of a response."""
-        self._groups = [_enlarged(groups, n, size, longest) for n in range(len(groups))]
+    A group with too few responses takes members of further groups.
+    """
+
+    def __init__(self, config: Config, profile: Profile, task: str) -> None:
+        groups = [group for group in profile.groups if group.task == task] or profile.groups
+        sampling, self._groups = config.task_sampling(task), list[SeenGroup]()
+        for number, seen in enumerate(groups):
+            lengths, rewards = list(seen.lengths), list(seen.rewards)
+            while len(lengths) < sampling.num_generations:
+                number += _FAR
+                lengths += groups[number % len(groups)].lengths
+                rewards += groups[number % len(groups)].rewards
+            cut = tuple(min(length, sampling.max_tokens) for length in lengths)
+            self._groups.append(SeenGroup(cut, tuple(rewards), seen.refused, seen.task))
 
     def group(self, cursor: int) -> SeenGroup:
         """The recorded group of a cursor."""
         return self._groups[cursor % len(self._groups)]
-
-
-def _enlarged(groups: Sequence[SeenGroup], number: int, size: int, longest: int) -> SeenGroup:
-    """A recorded group of at least `size` responses; a small one takes members of further groups."""
-    seen, further = groups[number], number
-    lengths, rewards = list(seen.lengths), list(seen.rewards)
-    while len(lengths) < size:
-        further += _FAR
-        other = groups[further % len(groups)]
-        lengths += other.lengths
-        rewards += other.rewards
-    cut = tuple(min(length, longest) for length in lengths)
-    return SeenGroup(cut, tuple(rewards), seen.refused, seen.task)
 
 
 def place_of(name: str) -> tuple[str, int, int]:

@@ -6,6 +6,7 @@ Reads files only.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -76,12 +77,9 @@ def read_recording(folder: RunFolder) -> Recording:
         tokens = journal.query(
             "SELECT step, sum(num_tokens) FROM groups WHERE state = 'trained' GROUP BY step"
         )
-    members: dict[str, list[tuple]] = defaultdict(list)
-    for group_id, *rest in rows:
-        members[group_id].append(tuple(rest))
     groups = {}
-    for group_id, responses in members.items():
-        (task, *_), (refused, *_), lengths, rewards = zip(*responses, strict=True)
+    for group_id, responses in itertools.groupby(rows, lambda row: row[0]):
+        _, (task, *_), (refused, *_), lengths, rewards = zip(*responses, strict=True)
         earned = tuple(float(reward or 0.0) for reward in rewards)
         groups[group_id] = SeenGroup(lengths, earned, bool(refused), task)
     return Recording(folder.config(), groups, read_events(folder), dict(tokens))
@@ -97,6 +95,8 @@ def fit(recording: Recording, name: str) -> Profile:
         )
     before, after = _around(recording)
     decode, kinds = _fit_engines(recording)
+    evaluations = Counter(e.detail.partition(" after ")[0] for e in recording.calls(WaitKind.EVAL))
+    judged = Counter(e.lane for e in recording.calls(WaitKind.REWARD, "rewards of eval "))
     groups, config = list(recording.groups.values()), recording.config
     publications = max(1, len(updates) // config.sync.every_steps)
     profile = Profile(
@@ -112,7 +112,10 @@ def fit(recording: Recording, name: str) -> Profile:
         before_s=before,
         after_s=after,
         checkpoint_s=_mean(e.end - e.start for e in recording.calls(WaitKind.CHECKPOINT)),
-        evaluations=_evaluations(recording),
+        evaluations={
+            name: round(judged[f"rewards of eval {name}"] / times)
+            for name, times in evaluations.items()
+        },
     )
     if any(task.agent != "single_turn" for task in config.tasks.values()):
         profile.notes.append("a task has an agent: its calls are modelled as one response each")
@@ -133,17 +136,6 @@ def _scored(recording: Recording) -> dict[str, tuple[float, float]]:
             start, end = times.get(group, (event.start, event.end))
             times[group] = min(start, event.start), max(end, event.end)
     return times
-
-
-def _evaluations(recording: Recording) -> dict[str, int]:
-    """How many responses an evaluation of each task asks for."""
-    times = Counter(
-        event.detail.partition(" after ")[0] for event in recording.calls(WaitKind.EVAL)
-    )
-    responses = Counter(
-        event.lane for event in recording.calls(WaitKind.REWARD, "rewards of eval ")
-    )
-    return {name: round(responses[f"rewards of eval {name}"] / times[name]) for name in times}
 
 
 def _around(recording: Recording) -> tuple[float, float]:

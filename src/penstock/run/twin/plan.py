@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
@@ -77,15 +78,12 @@ def make_plan(
     def tried(changed: Config) -> Result:
         return simulate(changed, profile, steps=total, most=TRIAL_STEPS)
 
-    settings = _usual(config) if variations is None else _expanded(variations)
-    for words in settings:
+    for words in _usual(config) if variations is None else _expanded(variations):
         try:
-            varied = with_overrides(config, words)
+            plan.variations[" ".join(words)] = tried(with_overrides(config, words))
         except UserError:
-            if variations is None:
-                continue  # a usual variation that this config does not allow
-            raise
-        plan.variations[" ".join(words)] = tried(varied)
+            if variations is not None:
+                raise  # else a usual variation that this config does not allow
     if gpus:
         plan.splits = list(map(tried, split_configs(config, gpus)))
     return plan
@@ -94,25 +92,24 @@ def make_plan(
 def _usual(config: Config) -> Iterator[list[str]]:
     """Yield what one would try first: staleness, group size, oversampling."""
     produce, size = config.produce, config.sampling.num_generations
-    bounds = {0, 1, 2, 4} - {produce.max_staleness}
-    if produce.strategy == "async":
-        yield from ([f"produce.max_staleness={bound}"] for bound in sorted(bounds))
-    yield from (
-        [f"sampling.num_generations={other}"] for other in (size // 2, size * 2) if other > 1
-    )
-    if produce.strategy == "async":
-        extra = {0.0, 0.25, 0.5} - {produce.over_sample_threshold}
-        yield from ([f"produce.over_sample_threshold={share:g}"] for share in sorted(extra))
+    is_async = produce.strategy == "async"
+    for bound in sorted({0, 1, 2, 4} - {produce.max_staleness}) if is_async else ():
+        yield [f"produce.max_staleness={bound}"]
+    for other in (size // 2, size * 2):
+        if other > 1:
+            yield [f"sampling.num_generations={other}"]
+    for share in sorted({0.0, 0.25, 0.5} - {produce.over_sample_threshold}) if is_async else ():
+        yield [f"produce.over_sample_threshold={share:g}"]
 
 
 def _expanded(variations: Sequence[str]) -> Iterator[list[str]]:
     """Yield a setting for each value of KEY=VALUE,VALUE; a list in brackets is one value."""
     for word in variations:
-        key, equals, values = word.partition("=")
-        if not equals or not values:
+        key, _, values = word.partition("=")
+        if not values:
             raise UserError(f"--vary: got {word!r}, allowed: KEY=VALUE,VALUE")
-        whole = values.startswith(("[", "{"))
-        yield from ([f"{key}={value}"] for value in ([values] if whole else values.split(",")))
+        for value in [values] if values.startswith(("[", "{")) else values.split(","):
+            yield [f"{key}={value}"]
 
 
 def split_configs(config: Config, gpus: int) -> list[Config]:
@@ -133,9 +130,8 @@ def split_configs(config: Config, gpus: int) -> list[Config]:
 
 def parse_nodes(text: str) -> int:
     """The GPUs of NODESxGPUS, such as 8x8."""
-    nodes, times, gpus = text.partition("x")
     try:
-        count = int(nodes) * (int(gpus) if times else 1)
+        count = math.prod(map(int, text.split("x", 1)))
     except ValueError:
         count = 0
     if count < 1:
@@ -240,8 +236,11 @@ def _row(name: str, result: Result, base: Result) -> str:
     )
 
 
-def check_lines(run: str, source: str, checks: Sequence[Check]) -> Iterator[str]:
-    """Yield a real run beside its prediction."""
+def check_lines(run: str, source: str, checks: Sequence[Check], *, as_json: bool) -> Iterator[str]:
+    """Yield a real run beside its prediction, as a table or as JSON."""
+    if as_json:
+        yield json.dumps({c.name: {**c._asdict(), "error": c.error} for c in checks})
+        return
     yield f"{run}, predicted from {source}:"
     yield f"{'':<14}{'real':>12}{'predicted':>12}{'error':>12}"
     for check in checks:
@@ -250,10 +249,6 @@ def check_lines(run: str, source: str, checks: Sequence[Check]) -> Iterator[str]
             yield f"{check.name:<14}{check.real:>12.1%}{check.predicted:>12.1%}{error:>12}"
         else:
             yield f"{check.name:<14}{check.real:>12,.2f}{check.predicted:>12,.2f}{check.error:>+12.1%}"
-
-
-def check_json(checks: Sequence[Check]) -> str:
-    return json.dumps({check.name: {**check._asdict(), "error": check.error} for check in checks})
 
 
 def json_of(profile: Profile, plan: Plan) -> str:

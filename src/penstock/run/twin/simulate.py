@@ -99,7 +99,13 @@ def simulate(
     steps = steps or config.train.steps
     if not steps:
         raise UserError("train.steps: got nothing, allowed: train.steps or --steps in a simulation")
-    check_executes_nothing(config)
+    for name in config.tasks:  # a look executes no code, and no strategy can stand for a user's
+        strategy = config.task_produce(name).strategy
+        if strategy not in ("async", "sync"):
+            raise UserError(
+                f"produce.strategy: got {strategy!r} in a simulation, allowed: async or sync; "
+                "a simulation executes no code of a user"
+            )
     few = max(LEAST_STEPS, MANY_GROUPS // config.train.groups_per_step)
     clock, thresholds = VirtualClock(), gc.get_threshold()
     gc.set_threshold(_COLLECT_AFTER)
@@ -110,24 +116,18 @@ def simulate(
         gc.set_threshold(*thresholds)
 
 
-def check_executes_nothing(config: Config) -> None:
-    """Refuse a strategy that is a user's code: a look executes nothing, and no other can stand for it."""
-    for name in config.tasks:
-        strategy = config.task_produce(name).strategy
-        if strategy not in ("async", "sync"):
-            raise UserError(
-                f"produce.strategy: got {strategy!r} in a simulation, allowed: async or sync; "
-                "a simulation executes no code of a user"
-            )
-
-
 async def _run(config: Config, profile: Profile, steps: int, all_steps: int) -> Result:
     """steps: those that are run. all_steps: those that the producer works for."""
     async with AsyncExitStack() as closing:
         folder = closing.enter_context(TemporaryDirectory(prefix="penstock-"))
         twin = _Twin(config, profile)
         await twin.run(RunFolder(Path(folder)), steps, all_steps, closing)
-    steady = _steady_steps(config, steps)
+    # The later ones are as about half of these: whole rounds of the steps that one version of the weights may
+    # generate for, because the trainer often waits once a round.
+    bounds = [config.task_produce(name).max_staleness for name in config.tasks]
+    a_round = (max(bounds) + 1) * config.sync.every_steps
+    half = steps - steps // 2
+    steady = half // a_round * a_round or half
     done, before = twin.measured[steps], twin.measured.get(steps - steady, {})
     times = (all_steps - steps) / steady  # that the steady steps are repeated
     total = {key: n + times * (n - before.get(key, 0.0)) for key, n in done.items()}
@@ -145,11 +145,10 @@ async def _run(config: Config, profile: Profile, steps: int, all_steps: int) -> 
         driver_busy=total["driver"] / seconds,
         groups=round(total["groups"]),
         staleness=dict(sorted(_counts("behind", total).items())),
-        drops={
-            **_counts("drop", total),
-            **({"left over": twin.left_over} if twin.left_over else {}),
-        },
+        drops=_counts("drop", total),
     )
+    if twin.left_over:
+        result.drops["left over"] = twin.left_over
     result.notes = _notes(config, profile, result)
     return result
 
@@ -178,18 +177,6 @@ def _notes(config: Config, profile: Profile, result: Result) -> list[str]:
     return notes
 
 
-def _steady_steps(config: Config, steps: int) -> int:
-    """How many of the last steps stand for the later ones.
-
-    About half of them: whole rounds of the steps that one version of the weights may generate for, because
-    the trainer often waits once a round.
-    """
-    bounds = [config.task_produce(name).max_staleness for name in config.tasks]
-    a_round = (max(bounds) + 1) * config.sync.every_steps
-    half = steps - steps // 2
-    return half // a_round * a_round or half
-
-
 class _Twin:
     """One simulated run: modelled engines, trainer, rewards and journal; every other part is a run's."""
 
@@ -201,13 +188,16 @@ class _Twin:
         checkpoint = config.checkpoint.model_copy(update={"keep_best": best})
         changed = {"track": track, "train": train, "checkpoint": checkpoint}
         self._config, self._profile = config.model_copy(update=changed), profile
-        self._recorded = {name: _recorded(config, profile, name) for name in config.tasks}
+        self._recorded = {name: Recorded(config, profile, name) for name in config.tasks}
         self._driver = DriverTime(profile)
         self._trainer = ModelledTrainer(profile, config.launch.num_consumers)
         self._journal = ModelledJournal(profile, self._measure)
         self._source: Producer
         self._started_at = loop_time()
-        self.engines = self._engines()
+        self.engines = [
+            ModelledEngine(profile.decode_of(config, number), self._length, sync_s=profile.sync_s)
+            for number in range(config.launch.num_producers)
+        ]
         self.measured: dict[int, dict[Any, float]] = {}  # what had happened by then, by step
         self.left_over = 0  # groups that were generated and not needed
 
@@ -215,12 +205,18 @@ class _Twin:
         self, folder: RunFolder, steps: int, all_steps: int, closing: AsyncExitStack
     ) -> None:
         """Train `steps` updates; the producer works for `all_steps`."""
-        base = self._foundation()
-        workers = await self._launch(base.events, steps)
+        config, journal = self._config, cast(Any, self._journal)
+        notes = Notes(lambda text: None)
+        events = SupervisionCallbacks(waits=Waits(), note=notes.add)
+        # other waits than those of the workers: no timeline is written
+        base = Foundation(notes=notes, waits=Waits(), journal=journal, events=events)
+        workers = await self._launch(events, steps)
         closing.push_async_callback(workers.close)
-        self._source = self._producer(workers, all_steps)
+        buffer = ReplayBuffer(max_groups_per_task=config.produce.max_buffered_groups)
+        tasks = [self._task(name, workers, buffer) for name in config.tasks]
+        self._source = make_producer(config, tasks, buffer, journal, events.waits, all_steps)
         job = join_parts(
-            self._config,
+            config,
             folder,
             base,
             workers,
@@ -254,28 +250,11 @@ class _Twin:
             **{("drop", reason): count for reason, count in drops.items()},
         }
 
-    def _engines(self) -> list[ModelledEngine]:
+    def _length(self, request_id: str) -> int:
+        """The tokens of a response; those of an evaluation are as in training."""
+        task, cursor, number = place_of(request_id)
         any_task = next(iter(self._recorded.values()))
-
-        def length(request_id: str) -> int:
-            task, cursor, number = place_of(request_id)  # of an evaluation: as in training
-            return self._recorded.get(task, any_task).group(cursor).lengths[number]
-
-        profile, config = self._profile, self._config
-        return [
-            ModelledEngine(profile.decode_of(config, number), length, sync_s=profile.sync_s)
-            for number in range(config.launch.num_producers)
-        ]
-
-    def _foundation(self) -> Foundation:
-        notes = Notes(lambda text: None)
-        events = SupervisionCallbacks(waits=Waits(), note=notes.add)
-        return Foundation(
-            notes=notes,
-            waits=Waits(),  # other than those of the workers: no timeline is written
-            journal=cast(Any, self._journal),
-            events=events,
-        )
+        return self._recorded.get(task, any_task).group(cursor).lengths[number]
 
     async def _launch(self, events: SupervisionCallbacks, steps: int) -> Workers:
         """Start the modelled parts, as a launcher starts real ones."""
@@ -288,13 +267,8 @@ class _Twin:
         engines = [supervised(f"engine-{n}", engine) for n, engine in enumerate(self.engines)]
         trainer = supervised("trainer", self._trainer)
         asked = config.engine.model_copy(update={"max_slots": 0})  # ask each engine
-        workers = await start_workers(
-            config.model_copy(update={"engine": asked}),
-            steps,
-            events,
-            trainer,
-            engines,
-        )
+        asking = config.model_copy(update={"engine": asked})
+        workers = await start_workers(asking, steps, events, trainer, engines)
         assert workers.engine is not None
         await workers.engine.start()
         return workers
@@ -319,12 +293,6 @@ class _Twin:
             if size and name in config.eval.tasks
         ]
 
-    def _producer(self, workers: Workers, steps: int) -> Producer:
-        config, journal = self._config, cast(Any, self._journal)
-        buffer = ReplayBuffer(max_groups_per_task=config.produce.max_buffered_groups)
-        tasks = [self._task(name, workers, buffer) for name in config.tasks]
-        return make_producer(config, tasks, buffer, journal, workers.events.waits, steps)
-
     def _task(self, name: str, workers: Workers, buffer: ReplayBuffer) -> ProduceTask:
         config = self._config
         produce = config.task_produce(name).model_copy(update={"should_continue": ""})
@@ -341,14 +309,6 @@ class _Twin:
             ),
             strategy=strategy_config(produce, _validity(config, name, self._recorded[name])),
         )
-
-
-def _recorded(config: Config, profile: Profile, task: str) -> Recorded:
-    groups = [group for group in profile.groups if group.task == task]
-    sampling = config.task_sampling(task)
-    return Recorded(
-        groups or profile.groups, size=sampling.num_generations, longest=sampling.max_tokens
-    )
 
 
 def _prompts(count: int) -> list[Prompt]:

@@ -10,7 +10,7 @@ import json
 import sqlite3
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -63,7 +63,20 @@ class CallMade:
             stored_text(json.dumps(call.answer, ensure_ascii=False)),
             stored_text(call.tools) if call.parent is None else "",
         )
-        data = encode_call(call, call_key(self.rollout_id, self.seed, call.number))
+        header = _HEADER.pack(
+            _FORMAT, len(call.segments), len(call.context_ids), len(call.token_ids)
+        )
+        body = b"".join(
+            (
+                header,
+                call.context_ids.astype("<i4").tobytes(),
+                call.token_ids.astype("<i4").tobytes(),
+                call.logprobs.astype("<f4").tobytes(),
+                *(struct.pack("<II", one.version, one.length) for one in call.segments),
+                b"" if call.choices is None else encode_choices(call.choices),
+            )
+        )
+        data = body + check_sum(body, None, call_key(self.rollout_id, self.seed, call.number))
         db.execute(
             f"INSERT INTO call_rows VALUES ({', '.join('?' * 14)})",
             (*row, data, row_check(*row, data[-4:])),
@@ -110,14 +123,7 @@ class ToolEnded:
         cursor = db.execute(
             f"UPDATE tool_rows SET {sets}, row_check = {expression('tool_rows', **changes)}"
             " WHERE rollout_id = :rollout_id AND seed = :seed AND call_id = :call_id",
-            {
-                "at": self.at,
-                "outcome": self.outcome,
-                "result": stored_text(self.result),
-                "rollout_id": self.rollout_id,
-                "seed": self.seed,
-                "call_id": self.call_id,
-            },
+            asdict(self) | {"result": stored_text(self.result)},
         )
         if cursor.rowcount != 1:
             raise RunError(
@@ -147,22 +153,6 @@ def prune_calls(db: sqlite3.Connection, group_id: str, *, keep_text: bool) -> No
 
 def group_of(rollout_id: str) -> str:
     return rollout_id.rpartition(".")[0]
-
-
-def encode_call(call: ModelCall, key: str) -> bytes:
-    """The ids, log-probs and versions of a call as bytes with a checksum."""
-    header = _HEADER.pack(_FORMAT, len(call.segments), len(call.context_ids), len(call.token_ids))
-    body = b"".join(
-        (
-            header,
-            call.context_ids.astype("<i4").tobytes(),
-            call.token_ids.astype("<i4").tobytes(),
-            call.logprobs.astype("<f4").tobytes(),
-            *(struct.pack("<II", one.version, one.length) for one in call.segments),
-            b"" if call.choices is None else encode_choices(call.choices),
-        )
-    )
-    return body + check_sum(body, None, key)
 
 
 def read_calls(rows: Iterable[tuple]) -> dict[tuple[str, int], list[ModelCall]]:

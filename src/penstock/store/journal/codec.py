@@ -59,7 +59,9 @@ def encode_rollout(rollout: Rollout, *, text: str, key: str) -> bytes:
         arrays.append(np.packbits(rollout.loss_mask).tobytes())
     if rollout.rows:
         flags |= _ROWS
-        arrays.append(_encode_rows(rollout.rows))
+        arrays.append(_COUNT.pack(len(rollout.rows)))
+        arrays += [_ROW.pack(len(row.prompt_ids), row.length) for row in rollout.rows]
+        arrays += [bytes_of(row.prompt_ids, _IDS) for row in rollout.rows]
     if rollout.choices is not None:
         flags |= _CHOICES
         arrays.append(encode_choices(rollout.choices))
@@ -79,12 +81,6 @@ def encode_rollout(rollout: Rollout, *, text: str, key: str) -> bytes:
     )
     body = b"".join((head, *arrays, *segments, tail))
     return body + check_sum(body, text, key)
-
-
-def _encode_rows(rows: Sequence[Row]) -> bytes:
-    heads = [_ROW.pack(len(row.prompt_ids), row.length) for row in rows]
-    prompts = [bytes_of(row.prompt_ids, _IDS) for row in rows]
-    return b"".join((_COUNT.pack(len(rows)), *heads, *prompts))
 
 
 def _decode_rows(data: bytes, at: int) -> tuple[tuple[Row, ...], int]:
@@ -134,8 +130,9 @@ def decode_rollout(data: bytes, rollout_id: str, prompt: Prompt, *, text: str, k
     at = _HEADER.size
     rows: tuple[Row, ...] = ()
     choices = taught = None
-    if flags & _PRUNED:
-        ids, logprobs, mask = _no_arrays(tokens)
+    if flags & _PRUNED:  # of its length, and not to be trained
+        ids, logprobs = np.zeros(tokens, np.int32), np.full(tokens, np.nan, np.float32)
+        mask = np.zeros(tokens, np.bool_)
     else:
         ids = np.frombuffer(data, "<i4", tokens, at).astype(np.int32)
         logprobs = np.frombuffer(data, "<f4", tokens, at + 4 * tokens).astype(np.float32)
@@ -180,12 +177,6 @@ def decode_rollout(data: bytes, rollout_id: str, prompt: Prompt, *, text: str, k
         issued_version=issued,
         prompt=prompt,
     )
-
-
-def _no_arrays(tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What stands for the pruned arrays of a rollout: of its length, and not to be trained."""
-    ids, logprobs = np.zeros(tokens, dtype=np.int32), np.full(tokens, np.nan, dtype=np.float32)
-    return ids, logprobs, np.zeros(tokens, dtype=np.bool_)
 
 
 def prune_payload(data: bytes, text: str, key: str, kept_text: str) -> bytes | None:

@@ -83,8 +83,9 @@ class Journal:
         threaded: bool = True,
         waits: Waits | None = None,
     ) -> None:
+        """readonly: reads a live run's journal. waits: where the waits for the disk are opened."""
         self.path = path
-        self._waits = waits or Waits()  # where waits for the disk are opened
+        self._waits = waits or Waits()
         self._landings = WaitInOrder(self._waits, "journal", WaitKind.SEND, responder="journal")
         self._writer: Writer | None = None
         self._submit: Callable[[records.Record], None] = self._refuse
@@ -105,10 +106,7 @@ class Journal:
         threaded: bool = True,
         waits: Waits | None = None,
     ) -> Journal:
-        """Open the journal in that file, creating it if needed; `readonly` reads a live run's journal.
-
-        waits: where the waits for the disk are opened.
-        """
+        """Open the journal in that file, creating it if needed."""
         return cls(Path(path), readonly=readonly, threaded=threaded, waits=waits)
 
     @classmethod
@@ -482,23 +480,20 @@ class Journal:
 
     def counts(self) -> dict[str, dict[str, int]]:
         """For each task, the groups by state (in_flight, buffered, taken, trained, dropped), and drawn."""
-        found: dict[str, dict[str, int]] = {}
-        for task, state, number in self.query(
-            "SELECT task, state, COUNT(*) FROM groups GROUP BY task, state"
-        ):
-            row = found.setdefault(task, {"drawn": 0})
-            row[state] = number
-            row["drawn"] += number
-        return found
+        by_state = self._count_by("state", "1")
+        return {task: {"drawn": sum(row.values()), **row} for task, row in by_state.items()}
 
     def drops(self) -> dict[str, dict[str, int]]:
         """For each task, the dropped groups by reason."""
-        found: dict[str, dict[str, int]] = {}
-        for task, reason, number in self.query(
-            "SELECT task, drop_reason, COUNT(*) FROM groups WHERE state = 'dropped' GROUP BY 1, 2"
+        return self._count_by("drop_reason", "state = 'dropped'")
+
+    def _count_by(self, column: str, where: str) -> dict[str, dict[str, int]]:
+        counts: dict[str, dict[str, int]] = {}
+        for task, value, number in self.query(
+            f"SELECT task, {column}, COUNT(*) FROM groups WHERE {where} GROUP BY 1, 2"
         ):
-            found.setdefault(task, {})[reason] = number
-        return found
+            counts.setdefault(task, {})[value] = number
+        return counts
 
     def group(self, group_id: str) -> Group:
         """One group with the payload of its last landing; pruned log-probs are NaN."""
@@ -535,7 +530,12 @@ class Journal:
             ]
             if not rollouts and landed[1] is None:
                 continue  # nothing of it was ever generated
-            self._check_whole(group_id, rollouts, *landed)
+            stored = len(rollouts), sum(len(rollout.response_ids) for rollout in rollouts)
+            if stored != tuple(landed):
+                raise JournalDamaged(
+                    f"journal {self.path}: damaged: group {group_id} has {stored[0]} rollouts with "
+                    f"{stored[1]} tokens, but {landed[0]} with {landed[1]} tokens landed"
+                )
             group = Group(
                 group_id=group_id,
                 task=task,
@@ -549,17 +549,6 @@ class Journal:
                 group.move_to(Status.EXPIRED)  # it expired after its payload was written
             groups.append(group)
         return groups
-
-    def _check_whole(
-        self, group_id: str, rollouts: Sequence[Rollout], number: int, tokens: int
-    ) -> None:
-        """Raise unless the group has the rollouts and tokens that it landed with."""
-        stored = sum(len(rollout.response_ids) for rollout in rollouts)
-        if (len(rollouts), stored) != (number, tokens):
-            raise JournalDamaged(
-                f"journal {self.path}: damaged: group {group_id} has {len(rollouts)} rollouts with "
-                f"{stored} tokens, but {number} with {tokens} tokens landed"
-            )
 
     def _prompt(self, task: str, prompt_id: str) -> Prompt:
         rows = self._select(

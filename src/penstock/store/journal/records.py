@@ -202,9 +202,8 @@ class StepCommitted:
         report, step = self.report, self.report.step
         begun_at, group_ids = self._begun(db)
         trained = json.dumps(report.trained) if report.trained else None
-        (before,) = db.execute(
-            "SELECT chain FROM step_rows WHERE step = ?", (step - 1,)
-        ).fetchone() or (None,)
+        last = db.execute("SELECT chain FROM step_rows WHERE step = ?", (step - 1,)).fetchone()
+        (before,) = last or (None,)
         (num_events,) = db.execute("SELECT COALESCE(MAX(number), 0) FROM event_rows").fetchone()
         chain = step_chain(before, step, group_ids, trained, num_events)
         row = (
@@ -297,7 +296,14 @@ class StepPruned:
 
     def write(self, tables: GroupTable) -> None:
         db = tables.db
-        groups = self._groups(db)
+        trained = db.execute("SELECT group_id FROM group_rows WHERE step = ?", (self.step,))
+        dropped = db.execute(  # between the commit of the step before and its own
+            "SELECT DISTINCT group_id FROM event_rows WHERE kind IN ('dropped', 'filtered') AND number"
+            " > COALESCE((SELECT num_events FROM step_rows WHERE step = ? - 1), 0) AND number"
+            " <= (SELECT num_events FROM step_rows WHERE step = ?)",
+            (self.step, self.step),
+        )
+        groups = [group_id for (group_id,) in (*trained, *dropped)]
         db.executemany(
             "UPDATE rollout_rows SET data = ?, text = ? WHERE group_id = ? AND number = ?",
             [row for group_id in groups for row in self._pruned(db, group_id)],
@@ -305,17 +311,6 @@ class StepPruned:
         for group_id in groups:
             prune_calls(db, group_id, keep_text=self.keep_text)
         db.execute(_PRUNE_STEP, {"step": self.step, "pruned_at": self.at})
-
-    def _groups(self, db: sqlite3.Connection) -> list[str]:
-        """The groups that the step trained, and those dropped between its commit and the last."""
-        trained = db.execute("SELECT group_id FROM group_rows WHERE step = ?", (self.step,))
-        dropped = db.execute(
-            "SELECT DISTINCT group_id FROM event_rows WHERE kind IN ('dropped', 'filtered') AND number"
-            " > COALESCE((SELECT num_events FROM step_rows WHERE step = ? - 1), 0) AND number"
-            " <= (SELECT num_events FROM step_rows WHERE step = ?)",
-            (self.step, self.step),
-        )
-        return [group_id for (group_id,) in (*trained, *dropped)]
 
     def _pruned(self, db: sqlite3.Connection, group_id: str) -> Iterator[tuple]:
         rows = db.execute(

@@ -133,8 +133,9 @@ def open_database(
         if not path.exists():
             _make_file(path, kind)
         database = _connect_to_read(path, brief=brief) if readonly else _connect_to_write(path)
-        if brief:
-            _end_after(database, _BRIEF_S)
+        if brief:  # a file can be made so that a query never ends
+            end = time.monotonic() + _BRIEF_S
+            database.set_progress_handler(lambda: time.monotonic() > end, _OPERATIONS)
         version = _format_of(database)
         if version == 0 and not readonly:
             database.executescript(kind.script)
@@ -143,8 +144,10 @@ def open_database(
                 f"{kind.name} {path}: got format {version}, allowed: {kind.format}; another version "
                 "of Penstock wrote it"
             )
-        for name in _changed_definitions(database, kind):  # before any of them is read
-            raise sqlite3.DatabaseError(f"the definition of {name} is not what was written")
+        expected, present = _definitions(kind), dict(database.execute(_DEFINITIONS))
+        for name in sorted(expected.keys() | present.keys()):  # before any of them is read
+            if expected.get(name) != present.get(name):
+                raise sqlite3.DatabaseError(f"the definition of {name} is not what was written")
     return database
 
 
@@ -212,7 +215,9 @@ def _connect_to_read(path: Path, *, brief: bool) -> sqlite3.Connection:
     log, index = (path.with_name(f"{path.name}{end}") for end in ("-wal", "-shm"))
     if not brief and (can_write(path.parent) or (log.exists() and index.exists())):
         return _link(path, "mode=ro")
-    if brief and _has_rows(log) and _is_whole(index):
+    # with a cut index SQLite tries for ten seconds
+    size = index.stat().st_size if index.exists() else 0
+    if brief and _has_rows(log) and size and size % _INDEX_PART == 0:
         database = _link(path, "mode=ro&readonly_shm=1")
         try:
             database.execute("PRAGMA user_version").fetchone()
@@ -221,28 +226,17 @@ def _connect_to_read(path: Path, *, brief: bool) -> sqlite3.Connection:
             database.close()
     if not _has_rows(log):
         return _link(path, "immutable=1")
-    return _link_to_copy(path, log)
-
-
-def _has_rows(log: Path) -> bool:
-    """Whether a log has more than its header; with a header alone SQLite may try for ten seconds."""
-    return log.exists() and log.stat().st_size > _LOG_HEADER
-
-
-def _is_whole(index: Path) -> bool:
-    """Whether a log's index is there and not cut; with a cut one SQLite tries for ten seconds."""
-    size = index.stat().st_size if index.exists() else 0
-    return size > 0 and size % _INDEX_PART == 0
-
-
-def _link_to_copy(path: Path, log: Path) -> sqlite3.Connection:
-    """A connection to a copy of the file and its log, which lack the log's index."""
     with ScratchFolder.new("journal") as scratch:
         for file in (path, log):
             shutil.copyfile(file, scratch / file.name)
         database = _link(scratch / path.name, "mode=ro")
         database.execute("SELECT count(*) FROM sqlite_master").fetchone()
         return database  # its files are open and stay readable after the folder is removed
+
+
+def _has_rows(log: Path) -> bool:
+    """Whether a log has more than its header; with a header alone SQLite may try for ten seconds."""
+    return log.exists() and log.stat().st_size > _LOG_HEADER
 
 
 def _link(path: Path, how: str) -> sqlite3.Connection:
@@ -256,20 +250,7 @@ def _link(path: Path, how: str) -> sqlite3.Connection:
     return database
 
 
-def _end_after(database: sqlite3.Connection, seconds: float) -> None:
-    """Let no query of a connection run on after this time: a file can be made so that one never ends."""
-    end = time.monotonic() + seconds
-    database.set_progress_handler(lambda: time.monotonic() > end, _OPERATIONS)
-
-
 _DEFINITIONS = "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"
-
-
-def _changed_definitions(database: sqlite3.Connection, kind: Schema) -> list[str]:
-    """The tables and views whose definition differs from the one they were created with."""
-    expected, present = _definitions(kind), dict(database.execute(_DEFINITIONS))
-    names = expected.keys() | present.keys()
-    return sorted(name for name in names if expected.get(name) != present.get(name))
 
 
 @functools.cache

@@ -55,7 +55,7 @@ class Writer:
         self._closed = False
         self._thread: threading.Thread | None = None
         if threaded:
-            self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+            self._thread = threading.Thread(target=self._write_on, name="journal", daemon=True)
             self._thread.start()
 
     def submit(self, item: Record | Waiter) -> None:
@@ -69,18 +69,19 @@ class Writer:
     def durable(self) -> asyncio.Future[None]:
         """A future that is done when every record submitted so far is committed."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.submit(done)
-        if self._thread is None:
-            self._drain(block=False)
+        self._wake_when_written(done)
         return done
 
     def wait_durable(self) -> None:
         """Do the same as `durable()`, for callers without an event loop."""
         done: Future[None] = Future()
+        self._wake_when_written(done)
+        done.result()
+
+    def _wake_when_written(self, done: Waiter) -> None:
         self.submit(done)
         if self._thread is None:
             self._drain(block=False)
-        done.result()
 
     def close(self) -> None:
         """Write the queued records and end the thread; safe to call twice."""
@@ -96,7 +97,7 @@ class Writer:
         if self._fault is not None:
             raise self._fault
 
-    def _run(self) -> None:
+    def _write_on(self) -> None:
         while self._drain(block=True):
             pass
 
@@ -123,11 +124,6 @@ class Writer:
             self._commit(records)
         except Exception as error:  # the thread lives on, so that every waiter gets the error
             self.fail(RunError(f"journal {self._path}: {type(error).__name__}: {error}"))
-        self._wake(waiters)
-        return open_still
-
-    def _wake(self, waiters: list[Waiter]) -> None:
-        """Wake the waiters with one message per event loop, however many wait in it."""
         by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         for waiter in waiters:
             if isinstance(waiter, asyncio.Future):
@@ -142,6 +138,7 @@ class Writer:
                 continue
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_resolve, futures, self._fault)
+        return open_still
 
     def _commit(self, records: list[Record]) -> None:
         if not records or self._fault is not None:
@@ -153,7 +150,11 @@ class Writer:
         except PenstockError as error:
             self.fail(error)
         except Exception as error:  # disk full, input/output, a value that cannot be stored
-            fault = RunError(f"journal {self._path}: cannot write: {error} ({self._room()})")
+            try:
+                room = f"{shutil.disk_usage(self._path.parent).free >> 20:,} MiB free there"
+            except OSError as gone:  # the folder was removed
+                room = f"its folder: {gone.strerror}"
+            fault = RunError(f"journal {self._path}: cannot write: {error} ({room})")
             fault.__cause__ = error
             self.fail(fault)
 
@@ -163,12 +164,6 @@ class Writer:
         with contextlib.suppress(sqlite3.Error):  # a connection that is gone has rolled back
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
-
-    def _room(self) -> str:
-        try:
-            return f"{shutil.disk_usage(self._path.parent).free >> 20:,} MiB free there"
-        except OSError as error:  # the folder was removed
-            return f"its folder: {error.strerror}"
 
 
 class OpenFiles:
