@@ -12,12 +12,14 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from penstock.errors import PenstockError, WorkerDied
+
+T = TypeVar("T")
 
 
 def loop_time() -> float:
@@ -195,6 +197,15 @@ async def end_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in ending:
         task.cancel()
     await asyncio.gather(*ending, return_exceptions=True)
+
+
+async def all_results(awaitables: Iterable[Awaitable[T]]) -> list[T]:
+    """Every result, or the first error once all of them have ended."""
+    outcomes = await asyncio.gather(*awaitables, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return cast(list[T], outcomes)
 
 
 class Signal:

@@ -25,6 +25,7 @@ from penstock.errors import RewardError, UserError
 from penstock.reward.protocol import AskPolicy, Reward
 from penstock.reward.retrying_client import RetryingClient
 from penstock.types import Prompt, Rollout, Score
+from penstock.waits import all_results
 
 ROUTE = "/v1/chat/completions"
 POLICY = "policy"  # the name of the run's own engines
@@ -152,12 +153,9 @@ class Judge(Reward):
         pairs = list(itertools.combinations(range(len(texts)), 2))
         pairs = [(a, b) if (a + b) % 2 else (b, a) for a, b in pairs]
         calls = (self._compare(texts, pair, question) for pair in pairs)
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
         won, notes = [0.0] * len(texts), [""] * len(texts)
-        for (first, second), outcome in zip(pairs, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-            share, note = outcome
+        outcomes = zip(pairs, await all_results(calls), strict=True)
+        for (first, second), (share, note) in outcomes:
             won[first] += share
             won[second] += 1 - share
             room = MOST_NOTE // (len(texts) - 1)
@@ -208,7 +206,11 @@ class Judge(Reward):
                 "max_tokens": settings.max_tokens,
                 "temperature": settings.temperature,
             }
-            return _choice((await self._client.ask(body))[1])
+            try:
+                choice = json.loads((await self._client.ask(body))[1])["choices"][0]
+                return choice["message"]["content"], choice.get("finish_reason")
+            except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+                raise RewardError("the judge's reply is no chat completion") from None
         if self._ask_policy is None:
             raise RewardError(f"got no engines for the judge {POLICY!r}, allowed: a run, or a url")
         try:
@@ -260,15 +262,6 @@ def _question(prompt: Prompt) -> dict[str, Any]:
     messages = [f"{message['role']}: {message['content']}" for message in prompt.messages]
     reference = {} if prompt.gt_answer is None else {"reference": str(prompt.gt_answer)}
     return {"question": messages, **reference}
-
-
-def _choice(reply: bytes) -> tuple[Any, Any]:
-    """The text of a chat completion, and why it ended; raise RewardError for any other reply."""
-    try:
-        choice = json.loads(reply)["choices"][0]
-        return choice["message"]["content"], choice.get("finish_reason")
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        raise RewardError("the judge's reply is no chat completion") from None
 
 
 def _number(verdict: str) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from penstock.errors import RewardError, UserError
 from penstock.reward.protocol import AskPolicy, Reward, check_option_names, read_options
 from penstock.reward.user import UserFunction, UserObject, as_score
 from penstock.types import Prompt, Rollout, Score
-from penstock.waits import OpenWait, WaitKind, Waits
+from penstock.waits import OpenWait, WaitKind, Waits, all_results
 
 CLOSE_TIMEOUT_S = 120.0  # of one part
 
@@ -47,7 +47,22 @@ def make_part(
     """Build one part from what its name stands for: a built-in, the user's class, object or function."""
     reward: Reward
     if isinstance(target, type):
-        reward = _build_class(name, target, config, max_tokens, ask_policy)
+        if issubclass(target, Reward) and target.Options is not None:
+            make: Callable[..., Reward] = target
+            if target.asks_policy:
+                make = partial(make, ask_policy=ask_policy)
+            reward = make(read_options(name, target.Options, config.options), max_tokens=max_tokens)
+        elif not _has_score(target):
+            raise UserError(
+                f"reward: got {config.type!r}, allowed: a class with `async def score(rollout, prompt)`"
+            )
+        else:
+            parameters = inspect.signature(target).parameters.values()
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+                names = [parameter.name for parameter in parameters]
+                check_option_names(name, config.options, names)
+            reward = target(**config.options)
+            reward = reward if isinstance(reward, Reward) else UserObject(reward)
     elif _has_score(target):
         check_option_names(name, config.options, [])
         reward = target if isinstance(target, Reward) else UserObject(target)
@@ -61,25 +76,6 @@ def make_part(
     if config.weight < 0 and reward.lowest_when_truncated:
         raise UserError(f"reward {name}: weight got {config.weight}, allowed: 0 or more")
     return Part(name, config.weight, reward)
-
-
-def _build_class(
-    name: str, target: type, config: RewardConfig, max_tokens: int, ask_policy: AskPolicy | None
-) -> Reward:
-    if issubclass(target, Reward) and target.Options is not None:
-        make: Callable[..., Reward] = target
-        if target.asks_policy:
-            make = partial(make, ask_policy=ask_policy)
-        return make(read_options(name, target.Options, config.options), max_tokens=max_tokens)
-    if not _has_score(target):
-        raise UserError(
-            f"reward: got {config.type!r}, allowed: a class with `async def score(rollout, prompt)`"
-        )
-    parameters = inspect.signature(target).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        check_option_names(name, config.options, [parameter.name for parameter in parameters])
-    reward = target(**config.options)
-    return reward if isinstance(reward, Reward) else UserObject(reward)
 
 
 def _has_score(target: Any) -> bool:
@@ -113,7 +109,7 @@ class VerifiableReward(Reward):
         ):
             if len(self.parts) == 1:
                 return self._sum([await _score_part(self.parts[0], rollout, prompt)])
-            scores = await _gather([_score_part(part, rollout, prompt) for part in self.parts])
+            scores = await all_results(_score_part(part, rollout, prompt) for part in self.parts)
             return self._sum(scores)
 
     async def score_each(
@@ -177,7 +173,9 @@ class VerifiableReward(Reward):
             )
         detail = f"group of {rollouts[0].rollout_id}" if rollouts else ""
         with self._waits.wait(self._lane, WaitKind.REWARD, detail, responder=self._lane):
-            columns = await _gather([_score_column(part, rollouts, prompts) for part in self.parts])
+            columns = await all_results(
+                _score_column(part, rollouts, prompts) for part in self.parts
+            )
         return [self._sum([column[row] for column in columns]) for row in range(len(rollouts))]
 
     def _sum(self, scores: Sequence[Score]) -> Score:
@@ -221,7 +219,7 @@ class VerifiableReward(Reward):
 
     async def close(self) -> None:
         """End every part's workers, even if ending those of another part raises or does not return."""
-        await _gather([_close_part(part) for part in self.parts])
+        await all_results(_close_part(part) for part in self.parts)
 
 
 async def _close_part(part: Part) -> None:
@@ -247,15 +245,6 @@ def _all_of(judged: Sequence[bool | None]) -> bool | None:
     return all(verdicts) if verdicts else None
 
 
-async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    """All results, or raise the first exception once every task has ended."""
-    outcomes = await asyncio.gather(*awaitables, return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return list(outcomes)
-
-
 async def _score_part(part: Part, rollout: Rollout, prompt: Prompt) -> Score:
     try:
         return _checked(await part.reward.score(rollout, prompt))
@@ -268,7 +257,7 @@ async def _score_column(
 ) -> list[Score]:
     if not part.reward.needs_group:
         pairs = zip(rollouts, prompts, strict=True)
-        return await _gather([_score_part(part, rollout, prompt) for rollout, prompt in pairs])
+        return await all_results(_score_part(part, rollout, prompt) for rollout, prompt in pairs)
     ids = " to ".join(dict.fromkeys(rollouts[place].rollout_id for place in (0, -1)))
     try:
         scores = [_checked(score) for score in await part.reward.score_group(rollouts, prompts)]

@@ -9,6 +9,7 @@ import asyncio
 
 from penstock.errors import EnginesLost
 from penstock.types import Rollout, Status
+from penstock.waits import all_results
 
 
 class AgentLoop:
@@ -54,12 +55,8 @@ class AgentLoop:
 
         unfinished = [rollout for rollout in rollouts if rollout.status is not Status.COMPLETED]
         # each has ended when this returns, whatever another raised
-        outcomes = await asyncio.gather(*map(isolated, unfinished), return_exceptions=True)
-        by_id: dict[str, Rollout] = {}
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            by_id[outcome.rollout_id] = outcome
+        made = await all_results(map(isolated, unfinished))
+        by_id = {rollout.rollout_id: rollout for rollout in made}
         return [by_id.get(rollout.rollout_id, rollout) for rollout in rollouts]
 
     async def pause(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from penstock.engine.protocol import EngineStats, Generation, GenerationRequest, PauseMode
 from penstock.errors import EngineError, EnginesLost, PartFailed, UserError, WorkerDied
 from penstock.types import WeightHandle
-from penstock.waits import WaitKind
+from penstock.waits import WaitKind, all_results
 from penstock.workers.pool.requests import (
     MOVES,
     Engine,
@@ -144,14 +144,6 @@ class EnginePool:
     def _given_up(self, engine: Engine) -> None:
         if not engine.ended:
             self._move(engine, EngineState.DEAD, str(engine.supervised.given_up))
-
-    async def _end(self, engine: Engine, error: Exception) -> None:
-        """End an engine that died inside its worker; supervision restarts it, or gives it up."""
-        reason = str(error).removeprefix(f"{engine.name}: ")
-        logged = isinstance(error, PartFailed)  # by its worker
-        notes = [] if logged else getattr(error, "__notes__", [])
-        await engine.supervised.replace(reason, traceback="\n".join(notes))
-        self._lost(engine)
 
     async def _until_one_serves(self, batch: PromptBatch | None = None) -> None:
         """Wait until an engine serves, or `batch` has ended; raise EnginesLost if all are dead."""
@@ -409,7 +401,11 @@ class EnginePool:
             raise
         except (EngineError, PartFailed) as error:
             if engine.supervised.worker is worker:  # otherwise a restarted worker serves already
-                await self._end(engine, error)
+                reason = str(error).removeprefix(f"{engine.name}: ")
+                logged = isinstance(error, PartFailed)  # by its worker
+                notes = [] if logged else getattr(error, "__notes__", [])
+                await engine.supervised.replace(reason, traceback="\n".join(notes))
+                self._lost(engine)
             raise WorkerDied(str(error)) from error
         engine.generated = stats.tokens_generated
         if self._asks_for_slots and stats.slots and stats.slots != engine.slots:
@@ -433,26 +429,19 @@ class EnginePool:
 
     async def _each(self, call: Callable[[Engine], Awaitable[T]], engines: list[Engine]) -> list[T]:
         """The answers of all engines that live; raise any other error after all answered."""
-        asked = (self._answer_of(call, engine) for engine in engines)
-        results = await asyncio.gather(*asked, return_exceptions=True)
-        answers: list[T] = []
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-            answers += result
-        return answers
 
-    async def _answer_of(self, call: Callable[[Engine], Awaitable[T]], engine: Engine) -> list[T]:
-        """The answer of one engine; nothing if it died."""
-        try:
-            return [await call(engine)]
-        except WorkerDied:
-            self._lost(engine)
-            return []
-        except (EngineError, PartFailed):
-            if await self._is_alive(engine):
-                raise
-            return []
+        async def ask(engine: Engine) -> list[T]:
+            try:
+                return [await call(engine)]
+            except WorkerDied:
+                self._lost(engine)
+                return []
+            except (EngineError, PartFailed):
+                if await self._is_alive(engine):
+                    raise
+                return []
+
+        return [answer for answers in await all_results(map(ask, engines)) for answer in answers]
 
     # ---- weights
 

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from penstock.config import Config, ParallelConfig
 from penstock.errors import WorkerDied, WrongStep
 from penstock.types import Batch, StepReport, WeightHandle
-from penstock.waits import end_all
+from penstock.waits import all_results, end_all
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.supervise.supervised import Call, Restarts, Supervised, Worker, nothing
 
@@ -54,12 +54,16 @@ class RankGroup:
     async def call(self, method: str, *args: Any) -> Any:
         if method == "train":
             results = await self._each(
-                *(rank.call("train", share) for rank, share in self._shares(*args))
+                [rank.call("train", share) for rank, share in self._shares(*args)]
             )
             shares = range(max(self._share_of) + 1)
-            return _one_report([results[self._share_of.index(share)] for share in shares])
-        wait = _all_ended if method in _EACH_BY_ITSELF else self._each
-        results = await wait(*(rank.call(method, *args) for rank in self._ranks))
+            reports = [results[self._share_of.index(share)] for share in shares]
+            turns = itertools.zip_longest(*(report.trained for report in reports))
+            return replace(
+                reports[0], trained=tuple(group for turn in turns for group in turn if group)
+            )
+        wait = all_results if method in _EACH_BY_ITSELF else self._each
+        results = await wait([rank.call(method, *args) for rank in self._ranks])
         return tuple(results) if method == "progress" else results[0]
 
     def _shares(self, batch: Batch) -> list[tuple[Worker, Batch]]:
@@ -70,7 +74,7 @@ class RankGroup:
             for rank, share in zip(self._ranks, self._share_of, strict=True)
         ]
 
-    async def _each(self, *calls: Awaitable[Any]) -> list[Any]:
+    async def _each(self, calls: Iterable[Awaitable[Any]]) -> list[Any]:
         """All answers. If one rank raises, kill the ranks that still wait for it in a collective.
 
         If a rank died, report that death: the other ranks' errors only follow from it.
@@ -81,19 +85,14 @@ class RankGroup:
             faults = [fault for task in done if (fault := task.exception()) is not None]
             if not faults:
                 return [task.result() for task in tasks]
-            await self._end_the_rest(tasks, faults[0])
+            _, waiting = await asyncio.wait(tasks, timeout=_OTHERS_TIMEOUT_S)
+            if waiting:
+                await self.kill()
+                raise WorkerDied(f"trainer: one rank failed and the others hung: {faults[0]}")
             every = [fault for task in tasks if (fault := task.exception()) is not None]
             raise next((fault for fault in every if isinstance(fault, WorkerDied)), faults[0])
         finally:
             await end_all(tasks)
-
-    async def _end_the_rest(
-        self, tasks: Sequence[asyncio.Future[Any]], fault: BaseException
-    ) -> None:
-        _, waiting = await asyncio.wait(tasks, timeout=_OTHERS_TIMEOUT_S)
-        if waiting:
-            await self.kill()
-            raise WorkerDied(f"trainer: one rank failed and the others hung: {fault}")
 
     async def ended(self) -> str:
         tasks = [asyncio.create_task(rank.ended()) for rank in self._ranks]
@@ -124,21 +123,6 @@ class RankGroup:
 def as_one_worker(ranks: Sequence[Worker], parallel: ParallelConfig) -> Worker:
     """The ranks of a trainer as one worker; a rank alone is that worker."""
     return ranks[0] if len(ranks) == 1 else RankGroup(ranks, parallel)
-
-
-def _one_report(reports: Sequence[StepReport]) -> StepReport:
-    """The first rank's report with the groups of all shares, in the order of the batch."""
-    turns = itertools.zip_longest(*(report.trained for report in reports))
-    return replace(reports[0], trained=tuple(group for turn in turns for group in turn if group))
-
-
-async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:
-    """Wait for every answer; return them all or raise the first error."""
-    answers = await asyncio.gather(*calls, return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-    return answers
 
 
 class TrainerClient:
