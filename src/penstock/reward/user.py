@@ -65,7 +65,12 @@ class UserFunction(Reward):
         self.name = name
         self._function = function
         self._options = dict(options)
-        self._timeout_s = _read_timeout(name, self._options.pop("timeout_s", DEFAULT_TIMEOUT_S))
+        value = self._options.pop("timeout_s", DEFAULT_TIMEOUT_S)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise UserError(
+                f"reward {name}: option timeout_s: got {value!r}, allowed: a number above 0"
+            )
+        self._timeout_s = float(value)
         self._signature = read_signature(name, function, self._options)
         self._is_chat = is_chat
         self.fields = self._signature.reads  # of the data; every record must have them
@@ -79,7 +84,7 @@ class UserFunction(Reward):
     def begin(self, rollout: Rollout, prompt: Prompt) -> asyncio.Future[Score]:
         """Begin the call for one rollout, in a thread."""
         read = _verl_score if self._signature.shape is Shape.VERL else as_score
-        return self._begin(self._signature.of_one(rollout, prompt), read)
+        return self._begin(self._signature.arguments([rollout], prompt), read)
 
     async def score_group(
         self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
@@ -87,10 +92,9 @@ class UserFunction(Reward):
         """Call the function once for the whole group; it gives one value per rollout."""
         if not self.needs_group:
             return await super().score_group(rollouts, prompts)
-        if self._signature.shape is Shape.TRL:
-            arguments = self._signature.of_trl(rollouts, prompts[0], is_chat=self._is_chat)
-            return await self._begin(arguments, _trl_scores)
-        return await self._begin(self._signature.of_group(rollouts, prompts[0]), _scores)
+        read = _trl_scores if self._signature.shape is Shape.TRL else _scores
+        arguments = self._signature.arguments(rollouts, prompts[0], is_chat=self._is_chat)
+        return await self._begin(arguments, read)
 
     def _begin(self, values: Mapping[str, Any], read: Callable[[Any], T]) -> asyncio.Future[T]:
         """Begin a call; `read` makes scores of what the function returns."""
@@ -119,14 +123,6 @@ def _run(function: Callable[..., Any], arguments: Mapping[str, Any], read: Calla
 
 async def _finish(awaitable: Any) -> Any:
     return await awaitable
-
-
-def _read_timeout(name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise UserError(
-            f"reward {name}: option timeout_s: got {value!r}, allowed: a number above 0"
-        )
-    return float(value)
 
 
 def _values(result: Any) -> Sequence[Any]:
@@ -242,73 +238,56 @@ class Signature:
     takes_all: bool  # TRL: `**kwargs` gets every field of the data
     reads: tuple[str, ...]  # fields that every record must have
 
-    def of_one(self, rollout: Rollout, prompt: Prompt) -> dict[str, Any]:
-        """The arguments for one rollout (the shapes ONE and VERL)."""
+    def arguments(
+        self, rollouts: Sequence[Rollout], prompt: Prompt, *, is_chat: bool = False
+    ) -> dict[str, Any]:
+        """The arguments of a call for these rollouts, which is one in the shapes ONE and VERL.
+
+        `is_chat`: TRL's prompts and completions are lists of messages, because the data has messages.
+        """
+        count, texts = len(rollouts), [rollout.text for rollout in rollouts]
+        question: Any = prompt.messages[-1]["content"] if prompt.messages else ""
+        values: dict[str, Any]
         if self.shape is Shape.VERL:
             values = {
                 "data_source": prompt.extra.get("data_source", ""),
-                "solution_str": rollout.text,
+                "solution_str": texts[0],
                 "ground_truth": ground_truth(prompt.gt_answer, prompt.extra),
                 "extra_info": prompt.extra.get("extra_info") or {},
             }
-            return self._choose(values, prompt)
-        objects = {"rollout": rollout, "response": rollout.text, "prompt": prompt}
-        chosen = {
-            name: objects[name] if name in objects else getattr(prompt, name)
-            for name in self.system
-        }
-        for name in self.fields:
-            chosen[name] = _field(prompt, name)
-        return chosen
-
-    def of_group(self, rollouts: Sequence[Rollout], prompt: Prompt) -> dict[str, Any]:
-        """The arguments for all rollouts of a group (the shapes GROUP and OPENRLHF)."""
-        if self.shape is Shape.OPENRLHF:
-            question = _question(prompt)
-            labels = {
-                "queries": [question + rollout.text for rollout in rollouts],
-                "prompts": [question] * len(rollouts),
-                "labels": [ground_truth(prompt.gt_answer, prompt.extra)] * len(rollouts),
+        elif self.shape is Shape.OPENRLHF:
+            values = {
+                "queries": [question + text for text in texts],
+                "prompts": [question] * count,
+                "labels": [ground_truth(prompt.gt_answer, prompt.extra)] * count,
             }
-            return self._choose(labels, prompt)
-        values = {
-            "rollouts": list(rollouts),
-            "responses": [rollout.text for rollout in rollouts],
-            "prompts": [prompt] * len(rollouts),
-            **_of_prompt(prompt),
-        }
-        return self._choose(values, prompt)
-
-    def of_trl(
-        self, rollouts: Sequence[Rollout], prompt: Prompt, *, is_chat: bool
-    ) -> dict[str, Any]:
-        """The arguments for a group as TRL gives them: each one a list with a value per rollout.
-
-        `is_chat`: prompts and completions are lists of messages, because the data has messages.
-        """
-        question: Any = _question(prompt)
-        completions: list[Any] = [rollout.text for rollout in rollouts]
-        if is_chat:
-            question = list(prompt.messages)
-            completions = [[{"role": "assistant", "content": text}] for text in completions]
-        values = {
-            "prompts": [question] * len(rollouts),
-            "completions": completions,
-            "completion_ids": [rollout.response_ids.tolist() for rollout in rollouts],
-            "trainer_state": None,
-            "log_extra": _ignore,
-            "log_metric": _ignore,
-        }
-        available = _fields_of(prompt)
-        extra = list(available) if self.takes_all else [n for n in self.optional if n in available]
-        columns = {name: _field(prompt, name) for name in (*self.fields, *extra)}
-        repeated = {name: [value] * len(rollouts) for name, value in columns.items()}
-        return {name: values[name] for name in self.system} | repeated
-
-    def _choose(self, values: Mapping[str, Any], prompt: Prompt) -> dict[str, Any]:
-        return {name: values[name] for name in self.system} | {
-            name: _field(prompt, name) for name in self.fields
-        }
+        elif self.shape is Shape.TRL:
+            answers = [[{"role": "assistant", "content": text}] for text in texts]
+            values = {
+                "prompts": [list(prompt.messages) if is_chat else question] * count,
+                "completions": answers if is_chat else texts,
+                "completion_ids": [rollout.response_ids.tolist() for rollout in rollouts],
+                "trainer_state": None,
+                "log_extra": _ignore,
+                "log_metric": _ignore,
+            }
+        else:
+            values = {
+                "rollout": rollouts[0],
+                "response": texts[0],
+                "rollouts": list(rollouts),
+                "responses": texts,
+                "prompts": [prompt] * count,
+                "prompt": prompt,
+                **{name: getattr(prompt, name) for name in OF_PROMPT[1:]},
+            }
+        columns = {name: _field(prompt, name) for name in self.fields}
+        if self.shape is Shape.TRL:
+            available = _fields_of(prompt)
+            more = available if self.takes_all else [n for n in self.optional if n in available]
+            columns |= {name: available[name] for name in more}
+            columns = {name: [value] * count for name, value in columns.items()}
+        return {name: values[name] for name in self.system} | columns
 
 
 def read_signature(
@@ -362,14 +341,6 @@ def _shape_of(name: str, parameters: Sequence[str]) -> Shape:
             "completions (as TRL calls it), solution_str (as verl calls it) or queries (OpenRLHF)"
         )
     return Shape.ONE if takes_one else Shape.GROUP
-
-
-def _question(prompt: Prompt) -> Any:
-    return prompt.messages[-1]["content"] if prompt.messages else ""
-
-
-def _of_prompt(prompt: Prompt) -> dict[str, Any]:
-    return {"prompt": prompt} | {name: getattr(prompt, name) for name in OF_PROMPT[1:]}
 
 
 def _fields_of(prompt: Prompt) -> dict[str, Any]:
