@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ from penstock.rollout.agent.function import (
     read_options,
 )
 from penstock.rollout.agent.session import Function, KeptCalls, Recorder
-from penstock.types import Group, ModelCall, Prompt, Rollout, Score, Status, VersionSegment
+from penstock.types import ModelCall, Prompt, Rollout, Score, Status, VersionSegment
 
 if TYPE_CHECKING:
     from penstock.rollout.agent.endpoint import Endpoint
@@ -228,38 +228,22 @@ class CheckResult:
 
 
 class TrialRollout(KeptCalls):
-    """One rollout of a check: what the agent asked, what its tools gave, and how it ended."""
+    """One rollout of a check, and its engine: answers by the seed of a request, keeps what the agent did."""
 
-    def __init__(self, rollout: Rollout) -> None:
+    def __init__(self, rollout: Rollout, chat: ChatTemplate, words: Sequence[str]) -> None:
         super().__init__()
-        self.rollout = rollout
-        self.sampled = 0
-
-    def count_answer(self) -> None:
-        """Count an answer that was sampled, not taken from a record."""
-        self.sampled += 1
+        self.rollout, self._chat, self._words = rollout, chat, words
+        self.sampled = 0  # answers that were not taken from a record
 
     @property
     def asked(self) -> list[ModelCall]:
         return self.calls.get(self.rollout.rollout_id, [])
 
-    @property
-    def requests(self) -> list[Any]:
-        """The messages of every request, with the parts of a tree that an equal run repeats."""
-        return [(call.parent, call.messages, call.tools) for call in self.asked]
-
-
-class _ScriptedEngine:
-    """An engine whose answer to a request is written in a script, by the request's seed."""
-
-    def __init__(self, chat: ChatTemplate, say: Callable[[int], str], trial: TrialRollout) -> None:
-        self._chat, self._say, self._trial = chat, say, trial
-
     async def generate(self, request: GenerationRequest) -> Generation:
-        self._trial.count_answer()
-        ids = self._chat.encode_text(self._say(request.seed))[: request.sampling.max_tokens - 1]
-        ends = np.array(self._chat.eos_ids[:1], dtype=np.int32)
-        token_ids = np.concatenate([ids, ends]).astype(np.int32)
+        self.sampled += 1
+        words = self._words[request.seed % len(self._words)]
+        ids = self._chat.encode_text(words)[: request.sampling.max_tokens - 1]
+        token_ids = np.concatenate([ids, self._chat.eos_ids[:1]]).astype(np.int32)
         if not len(token_ids):
             token_ids = np.zeros(1, dtype=np.int32)
         return Generation(
@@ -291,12 +275,19 @@ class AgentCheck:
 
     async def run(self) -> list[CheckResult]:
         """The findings, in the order in which they were made."""
+        malformed, odd = range(len(_MALFORMED)), range(len(_ODD))
         checks: Sequence[tuple[str, Callable[[], Awaitable[str]]]] = (
-            ("ends with a finite reward", self._ends),
+            ("ends with a finite reward", lambda: self._ends((1, 2, 3), _WORDS)),
             ("the same seed and answers give the same observations", self._repeats),
             ("two rollouts share nothing", self._shares_nothing),
-            ("survives malformed tool calls", lambda: self._survives(_MALFORMED)),
-            ("survives odd unicode, long and empty answers", lambda: self._survives(_ODD)),
+            (
+                "survives malformed tool calls",
+                lambda: self._ends(map(stable_hash, malformed), _MALFORMED),
+            ),
+            (
+                "survives odd unicode, long and empty answers",
+                lambda: self._ends(map(stable_hash, odd), _ODD),
+            ),
             ("continues from its record after a crash", self._continues),
         )
         results = [
@@ -326,10 +317,8 @@ class AgentCheck:
         rollout = Rollout(
             rollout_id=f"check:0.{seed}", prompt_ids=self._prompt.token_ids, seed=seed
         )
-        group = Group(
-            group_id="check:0", task="check", cursor=0, prompt=self._prompt, rollouts=[rollout]
-        )
-        trial, interrupted = TrialRollout(rollout), InterruptedCalls()
+        rollout.prompt = self._prompt
+        trial, interrupted = TrialRollout(rollout, self._chat, words), InterruptedCalls()
         if before is not None:
             kept, results = before.asked[:keep], before.tools.get(rollout.rollout_id, {})
             tool_calls = [call.answer.get("tool_calls") or () for call in kept]
@@ -339,17 +328,14 @@ class AgentCheck:
                 tool for key, tool in results.items() if key in call_ids or key.startswith("step")
             ][:keep]
         self._agent = self._make(
-            engine=_ScriptedEngine(self._chat, lambda number: words[number % len(words)], trial),
-            decode=self._chat.decode,
-            recorder=trial,
-            interrupted=interrupted,
+            engine=trial, decode=self._chat.decode, recorder=trial, interrupted=interrupted
         )
-        await self._agent.generate_group(group.rollouts)
+        await self._agent.generate_group([rollout])
         return trial
 
-    async def _ends(self) -> str:
-        for seed in range(1, 4):
-            trial = await self._play(seed)
+    async def _ends(self, seeds: Iterable[int], words: Sequence[str]) -> str:
+        for seed in seeds:
+            trial = await self._play(seed, words)
             if trial.rollout.status is not Status.COMPLETED:
                 return trial.rollout.error
         return ""
@@ -362,13 +348,6 @@ class AgentCheck:
         alone = [await self._play(seed) for seed in (6, 7)]
         together = await asyncio.gather(*(self._play(seed) for seed in (6, 7)))
         return next(filter(None, map(_difference, alone, together)), "")
-
-    async def _survives(self, words: Sequence[str]) -> str:
-        for seed in range(len(words)):
-            trial = await self._play(stable_hash(seed), words)
-            if trial.rollout.status is not Status.COMPLETED:
-                return trial.rollout.error
-        return ""
 
     async def _continues(self) -> str:
         before = await self._play(8)
@@ -395,13 +374,15 @@ def _difference(first: TrialRollout, second: TrialRollout) -> str:
     """Where two rollouts of the same seed differ."""
     if first.rollout.error or second.rollout.error:
         return first.rollout.error or second.rollout.error
-    for number, (request, other) in enumerate(zip(first.requests, second.requests, strict=False)):
+    for number, calls in enumerate(zip(first.asked, second.asked, strict=False)):
+        # the messages of a request, with the parts of a tree that an equal run repeats
+        request, other = ((call.parent, call.messages, call.tools) for call in calls)
         if request != other:
             return f"request {number}: {_short(request)} and {_short(other)}"
-    if len(first.requests) != len(second.requests):
-        return f"{len(first.requests)} and {len(second.requests)} model calls"
-    reward, other = first.rollout.reward, second.rollout.reward
-    return "" if reward == other else f"rewards {reward:g} and {other:g}"
+    if len(first.asked) != len(second.asked):
+        return f"{len(first.asked)} and {len(second.asked)} model calls"
+    reward, other_reward = first.rollout.reward, second.rollout.reward
+    return "" if reward == other_reward else f"rewards {reward:g} and {other_reward:g}"
 
 
 def _short(value: Any) -> str:
