@@ -42,7 +42,11 @@ def build_reward(
     parts: list[Part] = []
     for config in rewards:
         target = plugins.load("reward", config.type, REWARDS)
-        name = _unique(config.type, names)
+        base = config.type.rpartition(":")[2] or config.type
+        name, count = base, 1
+        while name in names:
+            count += 1
+            name = f"{base}_{count}"
         names.append(name)
         parts.append(make_part(name, target, config, max_tokens, ask_policy, is_chat=is_chat))
     return VerifiableReward(parts, waits=waits, lane=lane)
@@ -57,15 +61,6 @@ def fields_read(rewards: Sequence[RewardConfig]) -> dict[str, str]:
     """The fields of the data that these rewards cannot do without, and which reward reads each."""
     parts = build_reward(rewards, max_tokens=1).parts
     return {field: part.name for part in parts for field in part.reward.fields}
-
-
-def _unique(type_name: str, used_names: list[str]) -> str:
-    base = type_name.rpartition(":")[2] or type_name
-    name, count = base, 1
-    while name in used_names:
-        count += 1
-        name = f"{base}_{count}"
-    return name
 
 
 __all__ = ["REWARDS", "Reward", "VerifiableReward", "build_reward", "check", "fields_read"]

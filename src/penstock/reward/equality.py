@@ -36,17 +36,8 @@ def decide(gold: str, answer: str) -> bool | None:
         return int(gold) == int(answer)
     if len(answer) > max(MAX_ANSWER_CHARS, 2 * len(gold)):
         return False
-    return _decide_cleaned(_unwrap(clean(gold)), _unwrap(clean(answer)))
-
-
-def _unwrap(text: str) -> str:
-    """Remove a \\text{...} or \\boxed{...} around the whole answer."""
-    while match := _OUTER_TEXT.fullmatch(text):
-        text = clean(match.group(1))
-    return text
-
-
-def _decide_cleaned(gold: str, answer: str) -> bool | None:
+    gold = _unwrap(clean(gold))
+    answer = _unwrap(clean(answer))
     left, right = _LAYOUT.sub("", gold), _LAYOUT.sub("", answer)
     if not left or not right:
         return False
@@ -61,7 +52,25 @@ def _decide_cleaned(gold: str, answer: str) -> bool | None:
         return False
     if {_brackets(left), _brackets(right)} == {"set", "list"}:
         return False
-    return _decide_text(gold, answer)
+    gold_choice, answer_choice = _CHOICE.fullmatch(gold), _CHOICE.fullmatch(answer)
+    if gold_choice and answer_choice and gold_choice.group(1) == answer_choice.group(1):
+        return True
+    if _WORDS.fullmatch(gold):
+        words = _SPACES.sub(" ", gold).casefold(), _SPACES.sub(" ", answer).casefold()
+        if words[0] == words[1]:
+            return True
+        if _WORDS.fullmatch(answer):
+            return False
+    if len(gold) > 1 and gold.isalpha() and gold.casefold() == answer.casefold():
+        return True
+    return None
+
+
+def _unwrap(text: str) -> str:
+    """Remove a \\text{...} or \\boxed{...} around the whole answer."""
+    while match := _OUTER_TEXT.fullmatch(text):
+        text = clean(match.group(1))
+    return text
 
 
 def _brackets(text: str) -> str:
@@ -83,21 +92,6 @@ def _could_be_a_number(answer: str) -> bool:
     if _SEVERAL_NUMBERS.search(answer) or _NUMBER_AND_WORDS.fullmatch(answer):
         return False
     return "\\" in answer or any(map(str.isnumeric, answer))
-
-
-def _decide_text(gold: str, answer: str) -> bool | None:
-    gold_choice, answer_choice = _CHOICE.fullmatch(gold), _CHOICE.fullmatch(answer)
-    if gold_choice and answer_choice and gold_choice.group(1) == answer_choice.group(1):
-        return True
-    if _WORDS.fullmatch(gold):
-        words = _SPACES.sub(" ", gold).casefold(), _SPACES.sub(" ", answer).casefold()
-        if words[0] == words[1]:
-            return True
-        if _WORDS.fullmatch(answer):
-            return False
-    if len(gold) > 1 and gold.isalpha() and gold.casefold() == answer.casefold():
-        return True
-    return None
 
 
 # -- numbers -------------------------------------------------------------------------------------
@@ -206,26 +200,7 @@ def read_quantity(cleaned: str, *, letter_units: bool = False) -> Quantity | Non
     if grouped:
         digits = grouped.group().replace("{,}", "").replace(",", "").replace(" ", "")
         text = text[: grouped.start()] + digits + text[grouped.end() :]
-    return _read_ascii(_ascii_digits(text), percent, letter_units)
-
-
-def _ascii_digits(text: str) -> str:
-    if text.isascii():
-        return text
-    return "".join(
-        str(unicodedata.decimal(char)) if unicodedata.decimal(char, None) is not None else char
-        for char in text
-    )
-
-
-def _take_percent(text: str) -> tuple[str, bool]:
-    for mark in (r"\%", "%", "percent", "per cent"):
-        if text.endswith(mark):
-            return text[: -len(mark)].rstrip(), True
-    return text, False
-
-
-def _read_ascii(text: str, percent: bool, letter_units: bool) -> Quantity | None:
+    text = _ascii_digits(text)
     text = _FRACTION.sub(
         lambda m: f" {m.group(1) or m.group(2)}/{m.group(3) or m.group(4)}", text, count=1
     )
@@ -245,6 +220,22 @@ def _read_ascii(text: str, percent: bool, letter_units: bool) -> Quantity | None
     mantissa, _, exponent = match.groupdict().get("number", "").lower().partition("e")
     decimals = len(mantissa.partition(".")[2]) - int(exponent or 0) if scale == 1 else 0
     return Quantity(value=value * scale, decimals=decimals, percent=percent, unit=unit)
+
+
+def _ascii_digits(text: str) -> str:
+    if text.isascii():
+        return text
+    return "".join(
+        str(unicodedata.decimal(char)) if unicodedata.decimal(char, None) is not None else char
+        for char in text
+    )
+
+
+def _take_percent(text: str) -> tuple[str, bool]:
+    for mark in (r"\%", "%", "percent", "per cent"):
+        if text.endswith(mark):
+            return text[: -len(mark)].rstrip(), True
+    return text, False
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

@@ -60,10 +60,6 @@ class TagOptions(AnswerOptions):
     """The prompt ends with the opening think tag, so the response starts after it."""
 
 
-class BoxedOptions(AnswerOptions):
-    pass
-
-
 class MathAnswer(Reward):
     """Consumes finished rollouts, produces Scores; a subclass says where the answer is."""
 
@@ -133,7 +129,7 @@ class ThinkAnswerTags(MathAnswer):
 class Boxed(MathAnswer):
     """The last brace-matched \\boxed{...}."""
 
-    Options = BoxedOptions
+    Options = AnswerOptions
 
     def extract(self, text: str) -> Extract:
         return boxed_answer(text)

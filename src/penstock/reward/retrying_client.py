@@ -81,26 +81,6 @@ class RetryingClient:
         return min(MAX_BACKOFF_S, max(asked_s, doubled * random.uniform(0.5, 1.5)))
 
     async def _attempt(self, url: str, body: bytes) -> bytes:
-        try:
-            # a wait for one of the connections does not count
-            async with self._slots, asyncio.timeout(self._request_timeout_s):
-                status, reply, after_s = await self._post(url, body)
-        except TimeoutError:
-            raise _RetryableError(f"no answer within {self._request_timeout_s:g} s") from None
-        except (httpx2.HTTPError, OSError) as error:
-            raise _RetryableError(f"{type(error).__name__}: {error}") from None
-        if status == 200:
-            return reply
-        message = reply[:4096].decode(errors="replace")
-        if self._token:  # the server may echo it
-            message = message.replace(self._token, "***")
-        message = message[:300]
-        if status == 429 or status >= 500:
-            raise _RetryableError(f"status {status}: {message}", after_s)
-        raise RewardError(f"{self._kind} {url} refused: status {status}: {message}")
-
-    async def _post(self, url: str, body: bytes) -> tuple[int, bytes, float]:
-        """Status, body and Retry-After of a server's response."""
         if self._client is None:
             self._client = httpx2.AsyncClient(
                 headers=self._headers,
@@ -108,14 +88,29 @@ class RetryingClient:
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
                 trust_env=False,
             )
-        address, reply = f"{url}{self._route}", bytearray()
-        async with self._client.stream("POST", address, content=body) as response:
-            async for chunk in response.aiter_bytes():
-                reply += chunk
-                if len(reply) > MAX_REPLY_BYTES:
-                    break
+        post, reply = self._client.stream("POST", f"{url}{self._route}", content=body), bytearray()
+        try:
+            # a wait for one of the connections does not count
+            async with self._slots, asyncio.timeout(self._request_timeout_s), post as response:
+                async for chunk in response.aiter_bytes():
+                    reply += chunk
+                    if len(reply) > MAX_REPLY_BYTES:
+                        break
+        except TimeoutError:
+            raise _RetryableError(f"no answer within {self._request_timeout_s:g} s") from None
+        except (httpx2.HTTPError, OSError) as error:
+            raise _RetryableError(f"{type(error).__name__}: {error}") from None
+        status = response.status_code
+        if status == 200:
+            return bytes(reply)
+        message = reply[:4096].decode(errors="replace")
+        if self._token:  # the server may echo it
+            message = message.replace(self._token, "***")
+        message = message[:300]
+        if status == 429 or status >= 500:
             after_s = _seconds(response.headers.get("Retry-After", "0"))
-            return response.status_code, bytes(reply), after_s
+            raise _RetryableError(f"status {status}: {message}", after_s)
+        raise RewardError(f"{self._kind} {url} refused: status {status}: {message}")
 
     async def close(self) -> None:
         """End the connections."""

@@ -103,29 +103,25 @@ class RewardModel(Reward):
                 batch.append(self._waiting.get_nowait())
             batch = [(item, future) for item, future in batch if not future.cancelled()]
             if batch:
-                await self._run_batch(batch)
-
-    async def _run_batch(self, batch: list[tuple[dict[str, Any], asyncio.Future[float]]]) -> None:
-        """Give every rollout of a batch its score, or the error that kept it from one."""
-        items = [item for item, _ in batch]
-        scores: list[float] = []
-        reason = "the reward model was closed"  # unless there is another
-        try:
-            async with self._process.lend() as process:
-                reply = await process.ask(items, self._settings.timeout_s)
-            scores = _read(reply, len(items))
-        except ProcessSlow:
-            reason = f"no scores after {self._settings.timeout_s:g} s (timeout_s)"
-        except RunError as error:  # it did not start, or ended, or refused
-            reason = str(error)
-        finally:
-            for number, (_, future) in enumerate(batch):
-                if future.done():
-                    continue  # its rollout was cancelled
-                if scores:
-                    future.set_result(scores[number])
-                else:
-                    future.set_exception(RewardError(reason))
+                items = [item for item, _ in batch]
+                scores: list[float] = []
+                reason = "the reward model was closed"  # unless there is another
+                try:
+                    async with self._process.lend() as process:
+                        reply = await process.ask(items, self._settings.timeout_s)
+                    scores = _read(reply, len(items))
+                except ProcessSlow:
+                    reason = f"no scores after {self._settings.timeout_s:g} s (timeout_s)"
+                except RunError as error:  # it did not start, or ended, or refused
+                    reason = str(error)
+                finally:
+                    for number, (_, future) in enumerate(batch):
+                        if future.done():
+                            continue  # its rollout was cancelled
+                        if scores:
+                            future.set_result(scores[number])
+                        else:
+                            future.set_exception(RewardError(reason))
 
     def _command(self) -> list[str]:
         settings = self._settings.model_dump_json()

@@ -162,7 +162,19 @@ class SandboxFactory:
         self._scratch = ScratchFolder.new("sandbox")
         self._folder = str(self._scratch.path)
         os.chmod(self._folder, 0o555)  # the working folder where none can be mounted: read only
-        self.plan = self._make_plan()
+        readable, hidden, links = library()
+        settings = self._settings
+        self.plan = namespaces.Plan(
+            user_namespace=self.mode.user_namespace,
+            namespaces=self.mode.namespaces,
+            readable=readable,
+            hidden=hidden,
+            links=links,
+            mount_on="/mnt" if self.mode.bubblewrap else _mount_point(readable),
+            scratch_bytes=settings.scratch_mb << 20,
+            scratch_files=settings.scratch_files,
+            scratch="/mnt" if self.mode.bubblewrap else self._folder,
+        )
         with theirs:
             command = [sys.executable, *_FLAGS, _bootstrap(theirs.fileno())]
             if mode.bubblewrap:
@@ -182,21 +194,6 @@ class SandboxFactory:
         except (wire.Closed, TimeoutError):
             raise SandboxError(f"the sandbox does not start: {self._last_words()}") from None
 
-    def _make_plan(self) -> namespaces.Plan:
-        readable, hidden, links = library()
-        settings = self._settings
-        return namespaces.Plan(
-            user_namespace=self.mode.user_namespace,
-            namespaces=self.mode.namespaces,
-            readable=readable,
-            hidden=hidden,
-            links=links,
-            mount_on="/mnt" if self.mode.bubblewrap else _mount_point(readable),
-            scratch_bytes=settings.scratch_mb << 20,
-            scratch_files=settings.scratch_files,
-            scratch="/mnt" if self.mode.bubblewrap else self._folder,
-        )
-
     def _last_words(self) -> str:
         self._process.kill()
         stderr = self._process.communicate()[1].decode(errors="replace").strip()
@@ -204,7 +201,17 @@ class SandboxFactory:
 
     def spawn(self) -> Sandbox:
         """Start a sandbox and return it while it is still being set up."""
-        uid, gid = _ids_for(next(self._counter))
+        count = next(self._counter)
+        if os.geteuid() != 0 or one_id_is_mapped():
+            uid, gid = os.geteuid(), os.getegid()
+        else:
+            highest = _highest_id()
+            if highest >= 2_147_000_000:
+                unused = 2_000_000_000 + os.getpid() % 100_000 * 1_000 + count % 1_000
+            else:
+                lowest = max(1, highest - 6_000)
+                unused = lowest + count % min(1_000, highest - lowest + 1)
+            uid, gid = unused, unused
         request = {"op": "spawn", "plan": asdict(self.plan), "outside": self._outside}
         ours, theirs = socket.socketpair()
         with theirs:
@@ -214,7 +221,10 @@ class SandboxFactory:
                 ours.close()
                 raise
         if "error" in reply:
-            reason = _last_message(ours) or reply["error"]
+            ours.settimeout(1.0)
+            reason = reply["error"]
+            with contextlib.suppress(wire.Closed, OSError):  # what the sandbox itself said
+                reason = wire.receive(ours)[0].get("error") or reason
             ours.close()
             raise SandboxError(f"no sandbox could be made: {reason}")
         return Sandbox(self, int(reply["pid"]), ours)
@@ -270,15 +280,6 @@ class SandboxFactory:
             self._process.wait()
 
 
-def _last_message(link: socket.socket) -> str:
-    """What a sandbox said before it ended; empty if it said nothing."""
-    link.settimeout(1.0)
-    try:
-        return str(wire.receive(link)[0].get("error", ""))
-    except (wire.Closed, OSError):
-        return ""
-
-
 def one_id_is_mapped() -> bool:
     """Whether this user is root and there is no other user to become, as in some containers."""
     return os.geteuid() == 0 and _highest_id() == 0
@@ -287,19 +288,6 @@ def one_id_is_mapped() -> bool:
 def _highest_id() -> int:
     ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     return max(int(first) + int(length) - 1 for first, _, length in ranges)
-
-
-def _ids_for(count: int) -> tuple[int, int]:
-    """A separate user and group per sandbox if we are root of several, else our own."""
-    if os.geteuid() != 0 or one_id_is_mapped():
-        return os.geteuid(), os.getegid()
-    highest = _highest_id()
-    if highest >= 2_147_000_000:
-        unused = 2_000_000_000 + os.getpid() % 100_000 * 1_000 + count % 1_000
-    else:
-        lowest = max(1, highest - 6_000)
-        unused = lowest + count % min(1_000, highest - lowest + 1)
-    return unused, unused
 
 
 class Sandbox:
@@ -499,8 +487,14 @@ def _best(bubblewrap: bool) -> tuple[Isolation | None, str]:
         if best is None or LEVELS.index(isolation.level) > LEVELS.index(best.level):
             best = isolation
         if best.level == "full":
-            break
-    return best, _why(best, reasons)
+            return best, ""
+    why = ["only one user id is mapped, root's"] if one_id_is_mapped() else []
+    for mode, reason in reasons.items():
+        if (mode.namespaces and not mode.bubblewrap) or best is None:
+            why.append(next((text for part, text in _EXPLAINED if part in reason), reason))
+    if best is not None and "landlock" not in best.layers:
+        why.append("the kernel offers no Landlock")
+    return best, "; ".join(dict.fromkeys(why))
 
 
 _EXPLAINED = (
@@ -513,19 +507,6 @@ _EXPLAINED = (
     ("prctl 22", "seccomp filters are refused"),
     ("mount", "mounts in a new namespace are refused"),
 )
-
-
-def _why(best: Isolation | None, reasons: dict[Mode, str]) -> str:
-    """In one line what is missing for the level `full`; empty if nothing is."""
-    if best is not None and best.level == "full":
-        return ""
-    why = ["only one user id is mapped, root's"] if one_id_is_mapped() else []
-    for mode, reason in reasons.items():
-        if (mode.namespaces and not mode.bubblewrap) or best is None:
-            why.append(next((text for part, text in _EXPLAINED if part in reason), reason))
-    if best is not None and "landlock" not in best.layers:
-        why.append("the kernel offers no Landlock")
-    return "; ".join(dict.fromkeys(why))
 
 
 def find_isolation(settings: SandboxSettings) -> Isolation:

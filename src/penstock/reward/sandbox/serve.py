@@ -141,8 +141,14 @@ class VerificationService:
             raise HTTPException(404, f"path: allowed: {ROUTE}, {BATCH_ROUTE}, /healthz")
         if request.method != "POST":
             raise HTTPException(405, "method: allowed: POST")
-        self._check_sender(request)
-        with self._place(client, 1), self._memory(client, self._size(request)):
+        if self._token:
+            authorization = request.headers.get("authorization", "").encode("latin-1")
+            if not hmac.compare_digest(authorization, f"Bearer {self._token}".encode()):
+                raise HTTPException(401, "authorization: allowed: the server's bearer token")
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            raise HTTPException(415, "content-type: allowed: application/json")
+        refusal = HTTPException(503, "body: allowed: no more bodies now")
+        with self._place(client, 1), _hold(self._bodies, client, self._size(request), refusal):
             data = await read_body(
                 request,
                 most_bytes=self.settings.max_body_mb << 20,
@@ -157,14 +163,6 @@ class VerificationService:
             with self._place(client, len(items) - 1):
                 checks = (self._check_item(request, item) for item in items)
                 return json_response({"items": await asyncio.gather(*checks)})
-
-    def _check_sender(self, request: Request) -> None:
-        if self._token:
-            authorization = request.headers.get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(authorization, f"Bearer {self._token}".encode()):
-                raise HTTPException(401, "authorization: allowed: the server's bearer token")
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise HTTPException(415, "content-type: allowed: application/json")
 
     def _size(self, request: Request) -> int:
         """The size that the body will have."""
@@ -183,11 +181,6 @@ class VerificationService:
         room = self._places.left(client)
         refusal = HTTPException(429, f"the queue is full: got {count}, allowed: {room} now")
         return _hold(self._places, client, count, refusal)
-
-    def _memory(self, client: str, size: int) -> AbstractContextManager[None]:
-        """Hold memory for a body of this size, or refuse it."""
-        refusal = HTTPException(503, "body: allowed: no more bodies now")
-        return _hold(self._bodies, client, size, refusal)
 
     async def _check_item(self, sender: Request, item: CheckRequest) -> dict[str, Any]:
         """The verdict of one submission of a batch, or `error` with `status`."""

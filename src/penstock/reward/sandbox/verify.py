@@ -100,22 +100,18 @@ class _PairsRun:
             limits = job_limits(self._pool.settings, limit_s)
             outcome = sandbox.run(self._tests.job(index, self._source), limits)
             self._left_s -= outcome.wall_s
-            self._judge(index, outcome, limit_s)
+            request = self._tests.question(index) | {"outcome": _ending(outcome, limit_s)}
+            blobs = [outcome.stdout, outcome.stderr[-1000:], outcome.report]
+            reply = _ask(self._pool, request, blobs)
+            code, note = int(reply["code"]), str(reply["note"])
+            if code == COMPILE_ERROR:
+                self._fill(COMPILE_ERROR, note)
+            else:
+                self.verdict.add(code, note, wall_s=round(outcome.wall_s, 4))
+                if self._stop_at_failure and code != PASS:
+                    self._fill(ERROR, "not run: an earlier test failed")
             if not sandbox.renews:
                 return
-
-    def _judge(self, index: int, outcome: Outcome, limit_s: float) -> None:
-        """Add the code of a test, and of those that it makes needless."""
-        request = self._tests.question(index) | {"outcome": _ending(outcome, limit_s)}
-        blobs = [outcome.stdout, outcome.stderr[-1000:], outcome.report]
-        reply = _ask(self._pool, request, blobs)
-        code, note = int(reply["code"]), str(reply["note"])
-        if code == COMPILE_ERROR:
-            self._fill(COMPILE_ERROR, note)
-            return
-        self.verdict.add(code, note, wall_s=round(outcome.wall_s, 4))
-        if self._stop_at_failure and code != PASS:
-            self._fill(ERROR, "not run: an earlier test failed")
 
     def _fill(self, code: int, note: str) -> None:
         while len(self.verdict.result) < self._total:
@@ -248,7 +244,23 @@ def read_tests(
     for form in ("asserts", "check"):
         if form in test_cases:
             return _read_asserts(test_cases, form, parse)
-    return _read_pairs(test_cases)
+    inputs, outputs = test_cases.get("inputs"), test_cases.get("outputs")
+    if not isinstance(inputs, list) or not isinstance(outputs, list):
+        raise RewardError(f"test_cases: got the keys {sorted(test_cases)}, allowed: {_FORMS}")
+    if not inputs or len(inputs) != len(outputs):
+        raise RewardError(
+            f"test_cases: got {len(inputs)} inputs and {len(outputs)} outputs, "
+            "allowed: as many of each, at least one"
+        )
+    name = test_cases.get("fn_name")
+    if not name:
+        return PairTests(tuple(map(_as_text, inputs)), tuple(map(_as_text, outputs)))
+    if not isinstance(name, str):
+        raise RewardError(f"test_cases: fn_name got {_short(name)}, allowed: a function's name")
+    pairs = [
+        _call_pair(arguments, expected) for arguments, expected in zip(inputs, outputs, strict=True)
+    ]
+    return PairTests(tuple(args for args, _ in pairs), tuple(value for _, value in pairs), name)
 
 
 def _read_asserts(test_cases: Mapping[str, Any], form: str, parse: bool) -> AssertTests:
@@ -271,26 +283,6 @@ def _read_asserts(test_cases: Mapping[str, Any], form: str, parse: bool) -> Asse
         except child.BrokenTests as error:
             raise RewardError(f"test_cases: the tests are {error}") from None
     return tests
-
-
-def _read_pairs(test_cases: Mapping[str, Any]) -> PairTests:
-    inputs, outputs = test_cases.get("inputs"), test_cases.get("outputs")
-    if not isinstance(inputs, list) or not isinstance(outputs, list):
-        raise RewardError(f"test_cases: got the keys {sorted(test_cases)}, allowed: {_FORMS}")
-    if not inputs or len(inputs) != len(outputs):
-        raise RewardError(
-            f"test_cases: got {len(inputs)} inputs and {len(outputs)} outputs, "
-            "allowed: as many of each, at least one"
-        )
-    name = test_cases.get("fn_name")
-    if not name:
-        return PairTests(tuple(map(_as_text, inputs)), tuple(map(_as_text, outputs)))
-    if not isinstance(name, str):
-        raise RewardError(f"test_cases: fn_name got {_short(name)}, allowed: a function's name")
-    pairs = [
-        _call_pair(arguments, expected) for arguments, expected in zip(inputs, outputs, strict=True)
-    ]
-    return PairTests(tuple(args for args, _ in pairs), tuple(value for _, value in pairs), name)
 
 
 def _call_pair(arguments: Any, expected: Any) -> tuple[list[Any], Any]:

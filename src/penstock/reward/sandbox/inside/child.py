@@ -39,7 +39,7 @@ def run(job: dict[str, Any], limits: dict[str, Any]) -> None:
         _limit(limits)
         code = _JOBS[job["job"]](job)
     except SystemExit as error:
-        code = _exit_code(error.code)
+        code = 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
     except BaseException as error:  # the edge of the process
         _report({"error": "runtime", "text": _trace(error)})
         code = 1
@@ -58,7 +58,10 @@ def _limit(limits: dict[str, Any]) -> None:
         ("RLIMIT_AS", limits["memory_bytes"]),
     ):
         if value is not None:
-            _lower(getattr(resource, name), value)
+            limit = getattr(resource, name)
+            _, hard = resource.getrlimit(limit)
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(limit, (value, value))
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     if limits["seccomp"]:
         assert kernel.ARCH is not None
@@ -69,12 +72,6 @@ def _limit(limits: dict[str, Any]) -> None:
             threads=limits["tasks"] is not None,
         )
         kernel.set_seccomp_filter(program)
-
-
-def _lower(limit: int, value: int) -> None:
-    _, hard = resource.getrlimit(limit)
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(limit, (value, value))
 
 
 def _report(message: dict[str, Any]) -> None:
@@ -93,10 +90,6 @@ def _trace(error: BaseException) -> str:
         return "".join(lines).strip()[-500:] + where
     except BaseException:  # a hostile exception's own code
         return type(error).__name__
-
-
-def _exit_code(code: object) -> int:
-    return 0 if code is None else code & 0xFF if isinstance(code, int) else 1
 
 
 def _finish(code: int) -> int:
@@ -207,7 +200,7 @@ class _Tests:
         """Report every test up to the first that the solution does not survive."""
         if not self._report_failure(0, *self._attempt(self._bind)):
             return
-        nodes = [_for_effect(node) for node in self._read.tree.body]
+        nodes = [_CallsForEffect().visit(node) for node in self._read.tree.body]
         if self._one_by_one:
             self._run_statements(nodes)
             return
@@ -301,10 +294,6 @@ def _may_be_remote(function: ast.expr) -> bool:
     if isinstance(function, ast.Name):
         return function.id not in dir(builtins)  # exec and its like look at their caller
     return isinstance(function, ast.Attribute)
-
-
-def _for_effect(node: ast.stmt) -> ast.stmt:
-    return _CallsForEffect().visit(node)
 
 
 def _compiled(node: ast.stmt) -> types.CodeType:

@@ -24,7 +24,12 @@ _TIOCNOTTY = 0x5422
 def main(descriptor: int) -> None:
     """Serve the host on this descriptor."""
     host = socket.socket(fileno=descriptor)
-    _leave_terminal()
+    with contextlib.suppress(OSError):  # no sandbox has the terminal, if the session has one
+        terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
+        try:
+            fcntl.ioctl(terminal, _TIOCNOTTY)
+        finally:
+            os.close(terminal)
     os.environ.clear()
     zygote.warm()
     gc.collect()
@@ -46,16 +51,6 @@ def main(descriptor: int) -> None:
         for pid in alive:
             _kill(pid)
             _has_ended(pid)
-
-
-def _leave_terminal() -> None:
-    """Give up the terminal, so that no sandbox has it. The session stays the host's."""
-    with contextlib.suppress(OSError):  # the session has none
-        terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
-        try:
-            fcntl.ioctl(terminal, _TIOCNOTTY)
-        finally:
-            os.close(terminal)
 
 
 def _kill(pid: int) -> bool:
@@ -110,36 +105,30 @@ def _become_sandbox(
         if os.read(down, 1) != b"m":  # the factory has ended
             os._exit(1)
         os.close(down)
-        _isolate(plan, uid, gid, link, outside)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        inside = namespaces.identities()
+        scratch = plan.scratch
+        if plan.namespaces:
+            namespaces.build_root(plan, uid, gid)
+            scratch = namespaces.SCRATCH
+            ruleset = landlock.prepare(namespaces.readable_paths(plan))
+            landlock.allow_writing(ruleset, "/dev/null")
+            landlock.allow_writing(ruleset, scratch)
+        else:
+            ruleset = _shared_ruleset(plan)
+        namespaces.become_nobody(plan, uid, gid)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user forgets it
+        facts = {
+            "namespaces": [name for name in outside if inside[name] != outside[name]],
+            "landlock": ruleset is not None,
+            "uid": uid if plan.user_namespace else os.geteuid(),
+            "arch": kernel.ARCH,
+        }
+        zygote.Zygote(link, plan, scratch, ruleset).serve(facts)
     except BaseException as error:  # reported to the host, which then refuses this sandbox
         with contextlib.suppress(wire.Closed):
             wire.send(link, {"error": f"{type(error).__name__}: {error}"})
     os._exit(1)
-
-
-def _isolate(
-    plan: namespaces.Plan, uid: int, gid: int, link: socket.socket, outside: dict[str, str]
-) -> NoReturn:
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    inside = namespaces.identities()
-    scratch = plan.scratch
-    if plan.namespaces:
-        namespaces.build_root(plan, uid, gid)
-        scratch = namespaces.SCRATCH
-        ruleset = landlock.prepare(namespaces.readable_paths(plan))
-        landlock.allow_writing(ruleset, "/dev/null")
-        landlock.allow_writing(ruleset, scratch)
-    else:
-        ruleset = _shared_ruleset(plan)
-    namespaces.become_nobody(plan, uid, gid)
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user forgets it
-    facts = {
-        "namespaces": [name for name in outside if inside[name] != outside[name]],
-        "landlock": ruleset is not None,
-        "uid": uid if plan.user_namespace else os.geteuid(),
-        "arch": kernel.ARCH,
-    }
-    zygote.Zygote(link, plan, scratch, ruleset).serve(facts)
 
 
 @functools.cache

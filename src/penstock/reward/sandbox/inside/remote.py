@@ -76,7 +76,10 @@ class SolutionServer:
             return reply
         except BaseException as error:  # any error of the solution is reported to the tests
             names = [kind.__name__ for kind in type(error).__mro__]
-            return {"raise": names, "text": _text_of(error)}
+            try:
+                return {"raise": names, "text": str(error)[:500]}
+            except Exception:  # a hostile __str__
+                return {"raise": names, "text": "unprintable"}
 
     def _named(self, name: str) -> Any:
         return [self._encode(self._namespace[name])] if name in self._namespace else None
@@ -94,13 +97,6 @@ class SolutionServer:
         self._objects.append(value)
         kind = "iterator" if hasattr(type(value), "__next__") else kind
         return {"object": [len(self._objects) - 1, kind]}
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)[:500]
-    except Exception:  # a hostile __str__
-        return "unprintable"
 
 
 class SolutionError(Exception):

@@ -108,31 +108,6 @@ def _masked(index: int, mask: int, value: int, otherwise: int) -> bytes:
     return head + _fail(otherwise) + _op(_RETURN, _ALLOW)
 
 
-def _null_pointer(index: int) -> bytes:
-    low = _argument(index) + _op(_JUMP_EQUAL, 0, 0, 2)
-    high = _argument(index, high=True) + _op(_JUMP_EQUAL, 0, 1)
-    return low + high + _fail(errno.EPERM) + _op(_RETURN, _ALLOW)
-
-
-def _conditions(pid: int, *, scratch: bool, threads: bool) -> dict[str, bytes]:
-    conditions = {
-        "kill": _equals_one_of(0, (pid,)),
-        "tgkill": _equals_one_of(0, (pid,)),
-        "prlimit64": _equals_one_of(0, (0, pid)),
-        "prctl": _equals_one_of(0, (kernel.PR_SET_NAME, kernel.PR_GET_NAME)),
-        "fcntl": _equals_one_of(1, _FCNTLS),
-        "ioctl": _equals_one_of(1, _IOCTLS),
-        "socketpair": _equals_one_of(0, (_AF_UNIX,)),
-        "sendto": _null_pointer(4),
-    }
-    if threads:
-        conditions["clone"] = _masked(0, kernel.CLONE_THREAD, kernel.CLONE_THREAD, errno.EPERM)
-    if not scratch:
-        conditions["open"] = _masked(1, _WRITING, 0, errno.EROFS)
-        conditions["openat"] = _masked(2, _WRITING, 0, errno.EROFS)
-    return conditions
-
-
 def build_filter(arch: str, pid: int, *, scratch: bool = True, threads: bool = True) -> bytes:
     """The filter for process `pid`; `scratch` says that it has a bounded folder to write in."""
     template = _template(arch, scratch, threads)
@@ -146,7 +121,23 @@ def _template(arch: str, scratch: bool, threads: bool) -> bytes:
     program += _op(_LOAD, _NUMBER_AT)
     allowed = ALWAYS | (WITH_SCRATCH if scratch else {})
     blocks = [(numbers[column], _op(_RETURN, _ALLOW)) for numbers in allowed.values()]
-    conditions = _conditions(_ANY_PID, scratch=scratch, threads=threads)
+    low = _argument(4) + _op(_JUMP_EQUAL, 0, 0, 2)
+    high = _argument(4, high=True) + _op(_JUMP_EQUAL, 0, 1)
+    conditions = {
+        "kill": _equals_one_of(0, (_ANY_PID,)),
+        "tgkill": _equals_one_of(0, (_ANY_PID,)),
+        "prlimit64": _equals_one_of(0, (0, _ANY_PID)),
+        "prctl": _equals_one_of(0, (kernel.PR_SET_NAME, kernel.PR_GET_NAME)),
+        "fcntl": _equals_one_of(1, _FCNTLS),
+        "ioctl": _equals_one_of(1, _IOCTLS),
+        "socketpair": _equals_one_of(0, (_AF_UNIX,)),
+        "sendto": low + high + _fail(errno.EPERM) + _op(_RETURN, _ALLOW),  # without an address
+    }
+    if threads:
+        conditions["clone"] = _masked(0, kernel.CLONE_THREAD, kernel.CLONE_THREAD, errno.EPERM)
+    if not scratch:
+        conditions["open"] = _masked(1, _WRITING, 0, errno.EROFS)
+        conditions["openat"] = _masked(2, _WRITING, 0, errno.EROFS)
     blocks += [(CONDITIONAL[name][column], block) for name, block in conditions.items()]
     blocks += [(numbers[column], _fail(errno.ENOSYS)) for numbers in ABSENT.values()]
     for number, block in blocks:

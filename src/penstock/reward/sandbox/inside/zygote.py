@@ -45,9 +45,20 @@ class Zygote:
     def _run(
         self, job: dict[str, Any], descriptors: list[int]
     ) -> tuple[dict[str, Any], list[bytes]]:
-        self._renew()
+        if self._used and self._plan.namespaces:
+            assert self._plan.renewable, "the host runs one test in such a sandbox"
+            namespaces.renew_scratch(self._plan)
+            landlock.allow_writing(self._ruleset, self._scratch)
+        self._used = True
         limits = job["limits"]
-        standard_in = _make_stdin(job.get("stdin", ""))
+        # a sealed file in memory, which can only be read
+        standard_in = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
+        data = memoryview(job.get("stdin", "").encode("utf-8", "surrogatepass"))
+        while data:
+            data = data[os.write(standard_in, data) :]
+        os.lseek(standard_in, 0, os.SEEK_SET)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(standard_in, fcntl.F_ADD_SEALS, seals)
         reads, writes = zip(*(os.pipe() for _ in range(3)), strict=True)
         started = time.monotonic()
         own_pid, pid = os.getpid(), os.fork()
@@ -59,7 +70,9 @@ class Zygote:
         try:
             watch.until_end(self._host, started)
         finally:
-            status = _end(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         watch.drain()
         outcome = {
             "status": status,
@@ -67,14 +80,6 @@ class Zygote:
             "wall_s": time.monotonic() - started,
         }
         return outcome, [watch.taken(index) for index in range(3)]
-
-    def _renew(self) -> None:
-        """Give every test but the first a new scratch folder."""
-        if self._used and self._plan.namespaces:
-            assert self._plan.renewable, "the host runs one test in such a sandbox"
-            namespaces.renew_scratch(self._plan)
-            landlock.allow_writing(self._ruleset, self._scratch)
-        self._used = True
 
     def _become_child(
         self, parent: int, job: dict[str, Any], descriptors: tuple[int, ...]
@@ -99,18 +104,6 @@ class Zygote:
         except BaseException as error:  # nothing may come back into the zygote's own code
             os.write(2, repr(error).encode())
         os._exit(1)
-
-
-def _make_stdin(text: str) -> int:
-    """A sealed file in memory, which can only be read."""
-    descriptor = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
-    data = memoryview(text.encode("utf-8", "surrogatepass"))
-    while data:
-        data = data[os.write(descriptor, data) :]
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    return descriptor
 
 
 class _Watch:
@@ -173,13 +166,6 @@ class _Watch:
 
     def taken(self, index: int) -> bytes:
         return b"".join(self._read[index])
-
-
-def _end(pid: int) -> int:
-    """End the child, which cannot have started another process."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def warm() -> None:
