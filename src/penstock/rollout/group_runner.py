@@ -346,7 +346,10 @@ class GroupRunner:
             is_refused = await self._is_refused(group)
             if group.status is Status.FAILED and failures < self._settings.max_tries:
                 await self._count_failure(ctx, group)
-                await self._back_off(failures)
+                loop = asyncio.get_running_loop()
+                until = loop.time() + self.failures.backoff_s(failures)
+                while (left := until - loop.time()) > 0 and not self._is_closed and not self.fault:
+                    await self.changed.wait_after(self.changed.count, left)
                 if not self._is_closed and not self.fault:
                     ctx.journal.retried(group, "failed")
                     self.counters["retried"] += 1
@@ -378,13 +381,6 @@ class GroupRunner:
             for rollout in group.rollouts:
                 rollout.fail(f"validity rule: {reason}")
             return False
-
-    async def _back_off(self, failures: int) -> None:
-        """Wait before the next try; a pause ends the wait."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self.failures.backoff_s(failures)
-        while (left := until - loop.time()) > 0 and not self._is_closed and not self.fault:
-            await self.changed.wait_after(self.changed.count, left)
 
     # -- landing ------------------------------------------------------------------------------
 
@@ -421,7 +417,17 @@ class GroupRunner:
         ctx.progress.raw_rewards_sum[ctx.task_name] += sum(rewards)
         ctx.progress.raw_rewards_count[ctx.task_name] += len(rewards)
         if is_refused:
-            await self._land_refused(ctx, group, rewards)
+            group.move_to(Status.FILTERED)
+            self.dropped["filtered"] += 1
+            self.counters["filtered"] += 1
+            await ctx.journal.filtered(group)
+            self._refused_in_a_row += 1
+            if self._refused_in_a_row >= MAX_REFUSED_IN_A_ROW:
+                raise RunError(
+                    f"task {ctx.task_name}: the validity rule refused {self._refused_in_a_row} groups "
+                    f"in a row, allowed: fewer than {MAX_REFUSED_IN_A_ROW}; rewards of the last one: "
+                    f"{', '.join(f'{value:g}' for value in sorted(set(rewards)))}"
+                )
             return
         self._refused_in_a_row = 0
         await ctx.journal.landed(group)  # in the buffer once it is durable
@@ -431,19 +437,6 @@ class GroupRunner:
         self.counters["aborted"] += 1
         await ctx.journal.landed(group)
         ctx.put(group, is_tail=self._is_tail(group))
-
-    async def _land_refused(self, ctx: ProduceContext, group: Group, rewards: list[float]) -> None:
-        group.move_to(Status.FILTERED)
-        self.dropped["filtered"] += 1
-        self.counters["filtered"] += 1
-        await ctx.journal.filtered(group)
-        self._refused_in_a_row += 1
-        if self._refused_in_a_row >= MAX_REFUSED_IN_A_ROW:
-            raise RunError(
-                f"task {ctx.task_name}: the validity rule refused {self._refused_in_a_row} groups "
-                f"in a row, allowed: fewer than {MAX_REFUSED_IN_A_ROW}; rewards of the last one: "
-                f"{', '.join(f'{value:g}' for value in sorted(set(rewards)))}"
-            )
 
     async def _count_failure(self, ctx: ProduceContext, group: Group) -> None:
         """Journal a failed attempt with its reason; raise TooManyFailures if the run must stop."""
@@ -488,7 +481,12 @@ class GroupRunner:
             self.counters["pause_timeouts"] += len(entries)
             await _cancel([entry.task for entry in entries])
             for entry in entries:
-                await self._take_back(ctx, entry)
+                entry.group.abort_unfinished()
+                try:
+                    await self._land_aborted(ctx, entry.group)
+                except PenstockError as error:
+                    self.fault = self.fault or error
+                self._remove(entry)
         finally:
             unanswered = [request for request in requests if not request.done()]
             self.counters["abort_timeouts"] += len(unanswered)
@@ -499,15 +497,6 @@ class GroupRunner:
             await ctx.agent_loop.pause()
         except Exception:  # a user's loop that cannot abort: wait for the pause's time-out
             self.counters["abort_errors"] += 1
-
-    async def _take_back(self, ctx: ProduceContext, entry: _InFlight) -> None:
-        """Land a claimed group as ABORTED with the tokens it has."""
-        entry.group.abort_unfinished()
-        try:
-            await self._land_aborted(ctx, entry.group)
-        except PenstockError as error:
-            self.fault = self.fault or error
-        self._remove(entry)
 
     async def cancel(self, ctx: ProduceContext) -> None:
         """Stop all groups without asking the agent loop and put them back as they were issued.

@@ -317,7 +317,13 @@ class Producer:
             for fault in (*(task.runner.fault for task in self._tasks), self._fault):
                 if fault is not None:
                     raise fault
-            if self._is_ready(step, shares):
+            for task in self._tasks:  # all: each looks which of its groups are too old
+                task.strategy.expire(task.ctx, step)
+            if all(
+                task.ctx.completed() >= share and not task.strategy.should_wait_for_stragglers(step)
+                for task in self._tasks
+                if (share := shares.get(task.name, 0))
+            ):
                 break
             if self._changed.count != seen:
                 continue  # a group expired in the meantime
@@ -339,16 +345,6 @@ class Producer:
         for task in self._tasks:  # then: the start of new groups would keep the batch waiting
             task.strategy.changed.notify()
         return Batch(step=step, groups=tuple(groups))
-
-    def _is_ready(self, step: int, shares: dict[str, int]) -> bool:
-        """Whether every task has its share of the step, and none waits for groups that would expire after it."""
-        for task in self._tasks:  # all: each looks which of its groups are too old
-            task.strategy.expire(task.ctx, step)
-        return all(
-            task.ctx.completed() >= share and not task.strategy.should_wait_for_stragglers(step)
-            for task in self._tasks
-            if (share := shares.get(task.name, 0))
-        )
 
     def _raise_if_hopeless(self, step: int, shares: dict[str, int]) -> None:
         """Raise a RunError if no task will produce the missing groups: PromptsRetired if no prompt is left."""

@@ -84,7 +84,10 @@ class Bridge:
 
     def suffix(self, call: ModelCall, added: Sequence[Message]) -> np.ndarray | None:
         """The ids between an answer's last token and the next answer; None: render it whole."""
-        proof = self._proofs[_kind(call.answer)]
+        kind = "user"
+        if call.answer.get("tool_calls"):
+            kind = "tool after words" if text_of(call.answer).strip() else "tool"
+        proof = self._proofs[kind]
         if proof.failure:
             return None
         ending = self._after_end(_stand_in(call.answer), added, json.loads(call.tools or "[]"))
@@ -279,13 +282,6 @@ def _is_deep(value: Any) -> bool:
         if not level:
             return False
     return True
-
-
-def _kind(answer: Message) -> str:
-    """Which kind of turn follows an answer; each is proved by itself."""
-    if not answer.get("tool_calls"):
-        return "user"
-    return "tool after words" if text_of(answer).strip() else "tool"
 
 
 def _stand_in(answer: Message) -> Message:

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.errors import PenstockError, UserError
-from penstock.rollout.agent.dialects import DIALECTS, BadRequest, Dialect, Event
+from penstock.rollout.agent.dialects import DIALECTS, BadRequest, Dialect
 from penstock.rollout.agent.session import ContextOverflow, Session, TurnsExceeded
 from penstock.serving import AppServer, NoForeignPages, json_response, make_app, read_body
 from penstock.types import ModelCall
@@ -141,17 +141,13 @@ async def respond(
     body = dialect.write(chat, calls, session.tree, session.notes)
     if not chat.stream:
         return calls, json_response(body)
-    return calls, _event_stream(dialect.events(chat, body))
-
-
-def _event_stream(events: list[Event]) -> Response:
-    """Server-sent events; a name is written if it is not empty, text goes as it is."""
+    events = dialect.events(chat, body)
     lines = []
     for name, data in events:
         lines.append(f"event: {name}\n" if name else "")
         lines.append(f"data: {_text(data)}\n\n")
     headers = {"Cache-Control": "no-cache"}
-    return Response("".join(lines), media_type="text/event-stream", headers=headers)
+    return calls, Response("".join(lines), media_type="text/event-stream", headers=headers)
 
 
 def _text(data: Any) -> str:

@@ -171,12 +171,6 @@ class FunctionAgent(AgentLoop):
             await session.close()
         return rollout
 
-    def _tool_threads(self) -> CallThreads:
-        """The threads that blocking tools run on, for all rollouts of this loop."""
-        if self._threads is None or self._threads.loop is not asyncio.get_running_loop():
-            self._threads = CallThreads("tool", TOOL_THREADS, self._limits.tool_timeout_s)
-        return self._threads
-
     async def close(self) -> None:
         """End the threads of tools, and the processes of the function if it has any."""
         if self._threads is not None:
@@ -196,6 +190,8 @@ class FunctionAgent(AgentLoop):
         versions = [segment.version for call in calls for segment in call.segments]
         rollout.issued_version = min([rollout.issued_version, *versions])
         rollout.temperature = annealed_temperature(self._sampling, rollout.issued_version)
+        if self._threads is None or self._threads.loop is not asyncio.get_running_loop():
+            self._threads = CallThreads("tool", TOOL_THREADS, self._limits.tool_timeout_s)
         return Session(
             rollout,
             engine=self._engine,
@@ -205,7 +201,7 @@ class FunctionAgent(AgentLoop):
             recorder=self._recorder,
             calls=calls,
             tools=self._interrupted.tools.pop(key, []),
-            threads=self._tool_threads(),
+            threads=self._threads,
             thinking=self._settings.thinking,
         )
 
@@ -356,12 +352,15 @@ class Pool:
     """Calls a function in one of `size` processes: `async with pool.lend() as call`, `await call(task, model)`."""
 
     def __init__(self, target: str, size: int, python: str = "") -> None:
+        # another Python may have other versions of the driver's packages
+        paths = ("PYTHONPATH", "PYTHONHOME")
+        environment = {name: value for name, value in os.environ.items() if name not in paths}
         self._processes = ProcessPool(
             guarded(python or sys.executable, "serve", target),
             size,
             name="the agent's process",
             start_timeout_s=_START_TIMEOUT_S,
-            environment=_without_python_paths() if python else None,
+            environment=environment if python else None,
         )
 
     @asynccontextmanager
@@ -435,15 +434,6 @@ class Command:
 def guarded(python: str, *words: str) -> tuple[str, ...]:
     """The command line of a process that ends, with those it starts, when this one has ended."""
     return (python, str(INSIDE), str(os.getpid()), *words)
-
-
-def _without_python_paths() -> dict[str, str]:
-    """The environment without the driver's packages, of which another Python may have other versions."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "PYTHONHOME")
-    }
 
 
 def _request(task: Task, model: Model) -> dict[str, Any]:

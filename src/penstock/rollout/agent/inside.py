@@ -86,27 +86,22 @@ async def use_tool(ask: Any, run: Any, call: Any, function: Any, unknown: Any) -
         raise recorded_error(reply["failed"])
     end = {"tool": "end", "id": call_id}
     try:
-        result = result_text(await run(function, **tool_arguments(function, call)))
+        arguments = call["function"].get("arguments") or {}
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError):  # refused below
+                arguments = json.loads(arguments)
+        if not isinstance(arguments, dict):
+            raise TypeError(f"got the arguments {arguments!r}, allowed: a table")
+        values = dict(arguments)
+        if "idempotency_key" in inspect.signature(function).parameters:
+            values["idempotency_key"] = str(call["id"])
+        result = result_text(await run(function, **values))
     except Exception as error:  # whatever the user's tool raises is recorded, and raised again
         reason = f"{type(error).__name__}: {error}"
         await ask({**end, "outcome": "failed", "result": reason})
         raise
     await ask({**end, "outcome": "done", "result": result})
     return result
-
-
-def tool_arguments(function: Any, call: Any) -> dict[str, Any]:
-    """The arguments of a tool call, and its key if the function takes one."""
-    arguments = call["function"].get("arguments") or {}
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # refused below
-            arguments = json.loads(arguments)
-    if not isinstance(arguments, dict):
-        raise TypeError(f"got the arguments {arguments!r}, allowed: a table")
-    values = dict(arguments)
-    if "idempotency_key" in inspect.signature(function).parameters:
-        values["idempotency_key"] = str(call["id"])
-    return values
 
 
 def result_text(result: Any) -> str:
@@ -210,21 +205,18 @@ class Model:
             body["tools"] = list(tools)
         if max_tokens:
             body["max_tokens"] = max_tokens
-        message = self._post("/chat/completions", body)["choices"][0]["message"]
-        return {**message, "content": message["content"] or ""}
-
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
         request = urllib.request.Request(
-            self.base_url + path,
+            self.base_url + "/chat/completions",
             json.dumps(body).encode(),
             {"Authorization": "Bearer " + self.api_key, "Content-Type": "application/json"},
         )
         try:
             with urllib.request.urlopen(request) as answer:
-                return json.load(answer)
+                message = json.load(answer)["choices"][0]["message"]
         except urllib.error.HTTPError as error:
             fault = json.loads(error.read() or b"{}").get("error", {})
             raise Refused(fault.get("message", str(error)), fault.get("code")) from None
+        return {**message, "content": message["content"] or ""}
 
 
 class AsyncModel(Model):

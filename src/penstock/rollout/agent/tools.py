@@ -127,17 +127,14 @@ async def open_servers(
             server = await stack.enter_async_context(_open(config, timeout_s))
             for tool in server.tools:
                 function = server.function(tool.name)
-                tools.add(tool.name, function, _schema(tool), config.unknown)
+                described = {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                }
+                schema = {"type": "function", "function": described}
+                tools.add(tool.name, function, schema, config.unknown)
         yield
-
-
-def _schema(tool: Tool) -> dict[str, Any]:
-    function = {
-        "name": tool.name,
-        "description": tool.description or "",
-        "parameters": tool.input_schema,
-    }
-    return {"type": "function", "function": function}
 
 
 @asynccontextmanager

@@ -29,7 +29,7 @@ from penstock.rollout.agent.function import FunctionAgent
 from penstock.rollout.agent.session import KeptCalls
 from penstock.rollout.agent.single_turn import SingleTurn
 from penstock.rollout.agent_loop import AgentLoop
-from penstock.types import ModelCall, Prompt, Rollout, Score, Status
+from penstock.types import Prompt, Rollout, Score, Status
 from penstock.waits import WaitKind, Waits
 
 SUMMARY = "summary.jsonl"
@@ -118,10 +118,41 @@ async def evaluate(
         or Score(0.0, format_ok=False, answer_ok=False, note=f"failed: {rollout.error}")
         for rollout in rollouts
     ]
-    _check_pinned(task, rollouts, version)
+    others = {s.version for rollout in rollouts for s in rollout.segments} - {version}
+    if others:
+        raise OtherWeights(
+            f"evaluation {task.name}: got samples of versions {sorted(others)}, allowed: {version}"
+        )
     path = folder / f"{task.name}-step-{step}.jsonl"
     _write_samples(path, rollouts, scores, calls)
-    return _summarise(task, rollouts, scores, step=step, version=version, calls=calls)
+    k = task.num_generations
+    failed = [rollout.status is Status.FAILED for rollout in rollouts]
+    answered = [score for score, fails in zip(scores, failed, strict=True) if not fails]
+    accuracy, low, high, pass_at = None, None, None, {}
+    if any(score.answer_ok is not None for score in answered):
+        right_GK = np.array([bool(score.answer_ok) for score in scores]).reshape(-1, k)
+        accuracy, (low, high) = float(right_GK.mean()), interval(right_GK.mean(axis=1), k)
+        pass_at = {
+            n: mean_pass_at(right_GK, n)
+            for n in {*(2**power for power in range(k.bit_length())), k}
+        }
+    return EvalResult(
+        task=task.name,
+        step=step,
+        policy_version=version,
+        problems=len(task.problems),
+        samples=len(rollouts),
+        accuracy=accuracy,
+        low=low,
+        high=high,
+        pass_at=pass_at,
+        reward=float(np.mean([score.value for score in scores])) if answered else None,
+        format=float(np.mean([score.format_ok is not False for score in scores])),
+        response_length=float(np.mean([rollout.num_sampled for rollout in rollouts])),
+        failures=sum(failed),
+        error=next((r.error for r, fails in zip(rollouts, failed, strict=True) if fails), ""),
+        turns=None if calls is None else sum(map(len, calls.calls.values())) / len(rollouts),
+    )
 
 
 def _rollout(task: EvalTask, problem: Prompt, index: int, version: int) -> Rollout:
@@ -185,54 +216,6 @@ async def _play_group(agent: AgentLoop, calls: KeptCalls, group: list[Rollout]) 
             rollout.fail(f"the agent loop left it {rollout.status}")
 
 
-def _check_pinned(task: EvalTask, rollouts: Sequence[Rollout], version: int) -> None:
-    """Raise unless every sample was made by the weights of `version`."""
-    others = {s.version for rollout in rollouts for s in rollout.segments} - {version}
-    if others:
-        raise OtherWeights(
-            f"evaluation {task.name}: got samples of versions {sorted(others)}, allowed: {version}"
-        )
-
-
-def _summarise(
-    task: EvalTask,
-    rollouts: list[Rollout],
-    scores: list[Score],
-    *,
-    step: int,
-    version: int,
-    calls: KeptCalls | None,
-) -> EvalResult:
-    k = task.num_generations
-    failed = [rollout.status is Status.FAILED for rollout in rollouts]
-    answered = [score for score, fails in zip(scores, failed, strict=True) if not fails]
-    accuracy, low, high, pass_at = None, None, None, {}
-    if any(score.answer_ok is not None for score in answered):
-        right_GK = np.array([bool(score.answer_ok) for score in scores]).reshape(-1, k)
-        accuracy, (low, high) = float(right_GK.mean()), interval(right_GK.mean(axis=1), k)
-        pass_at = {
-            n: mean_pass_at(right_GK, n)
-            for n in {*(2**power for power in range(k.bit_length())), k}
-        }
-    return EvalResult(
-        task=task.name,
-        step=step,
-        policy_version=version,
-        problems=len(task.problems),
-        samples=len(rollouts),
-        accuracy=accuracy,
-        low=low,
-        high=high,
-        pass_at=pass_at,
-        reward=float(np.mean([score.value for score in scores])) if answered else None,
-        format=float(np.mean([score.format_ok is not False for score in scores])),
-        response_length=float(np.mean([rollout.num_sampled for rollout in rollouts])),
-        failures=sum(failed),
-        error=next((r.error for r, fails in zip(rollouts, failed, strict=True) if fails), ""),
-        turns=None if calls is None else sum(map(len, calls.calls.values())) / len(rollouts),
-    )
-
-
 def mean_pass_at(right_GK: np.ndarray, k: int) -> float:
     """Unbiased pass@k: 1 - C(n-c, k) / C(n, k), averaged over problems."""
     n = right_GK.shape[1]
@@ -291,20 +274,17 @@ def _write_samples(
             }
             if calls is not None:
                 line["calls"] = [
-                    _call_line(call) for call in calls.calls.get(rollout.rollout_id, [])
+                    {
+                        "number": call.number,
+                        "parent": call.parent,
+                        "messages": list(call.messages),
+                        "answer": call.answer,
+                        "finish_reason": call.finish_reason,
+                        "tokens": len(call.token_ids),
+                    }
+                    for call in calls.calls.get(rollout.rollout_id, [])
                 ]
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-
-def _call_line(call: ModelCall) -> dict[str, Any]:
-    return {
-        "number": call.number,
-        "parent": call.parent,
-        "messages": list(call.messages),
-        "answer": call.answer,
-        "finish_reason": call.finish_reason,
-        "tokens": len(call.token_ids),
-    }
 
 
 def append_summary(folder: Path, result: EvalResult) -> None:
@@ -320,12 +300,6 @@ def restore_summaries(folder: Path, last_step: int) -> None:
     if path.is_file():
         lines = [json.dumps(line) for line in read_summaries(folder) if line["step"] <= last_step]
         write_whole(path, "".join(f"{line}\n" for line in lines))
-
-
-def not_evaluated(tasks: Sequence[EvalTask], folder: Path, step: int) -> list[EvalTask]:
-    """The tasks without a result for that step, for a resumed run."""
-    done = {line["task"] for line in read_summaries(folder) if line["step"] == step}
-    return [task for task in tasks if task.name not in done]
 
 
 def read_scores(folder: Path) -> dict[str, dict[int, float]]:
@@ -392,7 +366,10 @@ class Evaluations:
             await task
         for left in reversed(range(_ATTEMPTS)):
             try:
-                for evaluated in not_evaluated(self.tasks, self.folder, step):
+                done = {
+                    line["task"] for line in read_summaries(self.folder) if line["step"] == step
+                }
+                for evaluated in [task for task in self.tasks if task.name not in done]:
                     await self._one(evaluated, step)
                 return
             except OtherWeights:  # an engine was restarted, and has newer weights now
@@ -406,19 +383,15 @@ class Evaluations:
             version = (await engine.stats()).policy_version
             result = await evaluate(engine, task, step=step, version=version, folder=self.folder)
         append_summary(self.folder, result)
-        if result.accuracy is None and result.reward is not None:
-            self._refuse_accuracy(task.name)
+        awaited = f"{task.name}/accuracy" in self.used
+        if awaited and result.accuracy is None and result.reward is not None:
+            raise UserError(
+                f"checkpoint.keep_best, train.stop_when: got '{task.name}/accuracy', but the rewards of "
+                f"eval.tasks.{task.name} do not say whether an answer is right, allowed: {task.name}/reward"
+            )
         if result.failures:
             counted = f"{result.failures} of {result.samples} samples failed and count as wrong"
             self.note(
                 f"warning: evaluation {task.name} after step {step}: {counted}: {result.error}"
             )
         self.log(step, result.metrics())
-
-    def _refuse_accuracy(self, task: str) -> None:
-        """Raise if a setting waits for the accuracy of a task that has none."""
-        if f"{task}/accuracy" in self.used:
-            raise UserError(
-                f"checkpoint.keep_best, train.stop_when: got '{task}/accuracy', but the rewards of eval.tasks.{task} "
-                f"do not say whether an answer is right, allowed: {task}/reward"
-            )

@@ -98,21 +98,6 @@ def score_file(
     path = data / "rollouts.jsonl" if data.is_dir() else data
     if not path.is_file():
         raise UserError(f"score: got {str(data)!r}, allowed: a JSONL file or a run folder")
-    records = _read_records(path)
-    named = [RewardConfig(type=reward, options=options or {})]
-    scorer = build_reward(named, max_tokens=MAX_TOKENS, is_chat=_has_messages(records[0]))
-    with contextlib.ExitStack() as stack:
-        target = stack.enter_context(out.open("w", encoding="utf-8")) if out else sys.stdout
-        show = stack.enter_context(files.progress_bar("scoring", console))
-        count = len(records)
-        summary = asyncio.run(_score_all(records, scorer, target, lambda done: show(done, count)))
-    for line in summary.lines():
-        console.print(line, highlight=False)
-    return summary
-
-
-def _read_records(path: Path) -> list[Record]:
-    """Every record; raise a UserError that lists all malformed lines."""
     records, wrong = list[Record](), list[str]()
     with path.open(encoding="utf-8", errors="surrogateescape") as file:
         for number, line in enumerate(file, start=1):
@@ -128,7 +113,16 @@ def _read_records(path: Path) -> list[Record]:
         raise UserError(f"{path}: {shown}{more}")
     if not records:
         raise UserError(f"{path}: got no line, allowed: one JSON object a line")
-    return records
+    named = [RewardConfig(type=reward, options=options or {})]
+    scorer = build_reward(named, max_tokens=MAX_TOKENS, is_chat=_has_messages(records[0]))
+    with contextlib.ExitStack() as stack:
+        target = stack.enter_context(out.open("w", encoding="utf-8")) if out else sys.stdout
+        show = stack.enter_context(files.progress_bar("scoring", console))
+        count = len(records)
+        summary = asyncio.run(_score_all(records, scorer, target, lambda done: show(done, count)))
+    for line in summary.lines():
+        console.print(line, highlight=False)
+    return summary
 
 
 def _has_messages(record: Record) -> bool:
@@ -156,12 +150,6 @@ def _read_record(number: int, line: str) -> Record:
         raise ValueError(f"`test_cases` is a {type(tests).__name__}, allowed: an object")
     if gold is None and tests is None:
         raise ValueError("neither `gt_answer` nor `test_cases`")
-    return _make_record(number, fields, response, None if gold is None else str(gold), tests)
-
-
-def _make_record(
-    number: int, fields: dict[str, Any], response: str, gold: str | None, tests: Any
-) -> Record:
     length = fields.get("response_length", 0)
     length = length if isinstance(length, int) and 0 < length < 1 << 24 else 0
     messages = fields.get("messages", fields.get("prompt")) or []
@@ -170,7 +158,7 @@ def _make_record(
         prompt_id=f"line:{number}",
         messages=tuple(message for message in messages if isinstance(message, dict)),
         token_ids=np.zeros(1),
-        gt_answer=gold,
+        gt_answer=None if gold is None else str(gold),
         test_cases=tests,
         extra=fields,
     )
