@@ -270,13 +270,38 @@ class CompletionChunks:
 
     def read(self, chunk: Any) -> tuple[list[int], list[float]]:
         """A chunk's ids and log-probs; raise `WrongAnswer` if it is malformed or an error."""
-        self._check_usage(chunk)
+        usage = chunk.get("usage") if isinstance(chunk, dict) else None
+        counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if counted is not None and not chunk.get("choices") and counted != self._tokens:
+            raise WrongAnswer(
+                f"usage: got {counted} tokens, allowed: the {self._tokens} that arrived"
+            )
         if isinstance(chunk, dict) and chunk.get("choices") == []:  # it carries only the usage
             return [], []
-        ids, logprobs, reason = _choice(chunk)
+        try:
+            choice = chunk["choices"][0]
+            ids = choice.get("token_ids")
+            logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+            reason = choice.get("finish_reason")
+        except (AttributeError, KeyError, IndexError, TypeError):
+            raise WrongAnswer(f"got {str(chunk)[:200]}, allowed: a completion") from None
+        if reason is not None and not ids and logprobs is None:  # a last chunk without tokens
+            ids, logprobs = [], []
+        if not isinstance(ids, list) or not isinstance(logprobs, list):
+            raise WrongAnswer(
+                "got no token ids or no log-probs, allowed: a server with return_token_ids"
+            )
         if self._reason is not None and (ids or reason):
             raise WrongAnswer("got tokens after the end of the completion")
-        _check_counts(ids, logprobs, self._most - self._tokens)
+        most = self._most - self._tokens
+        if len(ids) != len(logprobs) or len(ids) > most:
+            raise WrongAnswer(
+                f"got {len(ids)} token ids and {len(logprobs)} log-probs, allowed: equal, at most {most}"
+            )
+        if not all(isinstance(token, int) for token in ids):
+            raise WrongAnswer("got a token id that is not an integer")
+        if not all(isinstance(value, float | int) for value in logprobs):
+            raise WrongAnswer("got a log-prob that is not a number")
         self._tokens += len(ids)
         if reason is not None:
             if reason not in ("stop", "length", "abort"):
@@ -296,41 +321,3 @@ class CompletionChunks:
         if not self._tokens and self._reason != "abort":
             raise WrongAnswer("got no tokens, allowed: at least 1")
         return self._reason
-
-    def _check_usage(self, chunk: Any) -> None:
-        """Check the server's token count, if the chunk has one; many servers send none."""
-        usage = chunk.get("usage") if isinstance(chunk, dict) else None
-        counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        if counted is not None and not chunk.get("choices") and counted != self._tokens:
-            raise WrongAnswer(
-                f"usage: got {counted} tokens, allowed: the {self._tokens} that arrived"
-            )
-
-
-def _choice(answer: Any) -> tuple[list[int], list[float], Any]:
-    """Ids, log-probs and finish reason of the only choice."""
-    try:
-        choice = answer["choices"][0]
-        ids = choice.get("token_ids")
-        logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
-        reason = choice.get("finish_reason")
-    except (AttributeError, KeyError, IndexError, TypeError):
-        raise WrongAnswer(f"got {str(answer)[:200]}, allowed: a completion") from None
-    if reason is not None and not ids and logprobs is None:  # a last chunk without tokens
-        ids, logprobs = [], []
-    if not isinstance(ids, list) or not isinstance(logprobs, list):
-        raise WrongAnswer(
-            "got no token ids or no log-probs, allowed: a server with return_token_ids"
-        )
-    return ids, logprobs, reason
-
-
-def _check_counts(ids: list[int], logprobs: list[float], most: int) -> None:
-    if len(ids) != len(logprobs) or len(ids) > most:
-        raise WrongAnswer(
-            f"got {len(ids)} token ids and {len(logprobs)} log-probs, allowed: equal, at most {most}"
-        )
-    if not all(isinstance(token, int) for token in ids):
-        raise WrongAnswer("got a token id that is not an integer")
-    if not all(isinstance(value, float | int) for value in logprobs):
-        raise WrongAnswer("got a log-prob that is not a number")

@@ -348,7 +348,17 @@ class VllmEngine:
     ) -> dict[str, Any]:
         """Do what can be done before the pause; return the update info for our backend."""
         if self.transfer == "gloo":
-            await self._join_group()
+            if self._group is None:
+                options, world = self._options, self._world
+                store = open_store(options.transfer_address, options.transfer_timeout_s)
+                meeting = InitInfo(
+                    options.transfer_address, store.port, world, options.transfer_timeout_s
+                )
+                request = WeightTransferInitRequest(init_info=asdict(meeting))
+                self._group, _ = await asyncio.gather(
+                    asyncio.to_thread(WeightGroup, 0, world, store, options.transfer_timeout_s),
+                    self._alive.init_weight_transfer_engine(request),
+                )
             shapes = [[n, str(t.dtype)[6:], list(t.shape)] for n, t in weights.items()]
             return {"digest": source.digest, "shapes": shapes}
         if source.kind == FOLDER and not self._options.transfer_folder:
@@ -375,19 +385,6 @@ class VllmEngine:
         await asyncio.gather(*work)
         await llm.finish_weight_update()
 
-    async def _join_group(self) -> None:
-        """Make the gloo group of this process and all workers, on the first update."""
-        if self._group is not None:
-            return
-        options, world = self._options, self._world
-        store = open_store(options.transfer_address, options.transfer_timeout_s)
-        meeting = InitInfo(options.transfer_address, store.port, world, options.transfer_timeout_s)
-        request = WeightTransferInitRequest(init_info=asdict(meeting))
-        self._group, _ = await asyncio.gather(
-            asyncio.to_thread(WeightGroup, 0, world, store, options.transfer_timeout_s),
-            self._alive.init_weight_transfer_engine(request),
-        )
-
     # ---- memory
 
     async def sleep(self) -> None:
@@ -408,7 +405,10 @@ class VllmEngine:
             llm = self._alive
             await self._wake_weights(llm)
             if self._weights == "lost":
-                await self._restore(llm)
+                if self._latest is not None:
+                    await self._transfer(llm, self._version, self._latest)
+                else:
+                    await _checked(llm.collective_rpc("reload_weights"))
                 self._weights = "there"
             await _checked(llm.wake_up(tags=["kv_cache"]))
             if self._paused is not None:  # a pause continues after the sleep
@@ -421,13 +421,6 @@ class VllmEngine:
         if self._weights == "asleep":
             await _checked(llm.wake_up(tags=["weights"]))
             self._weights = "lost"
-
-    async def _restore(self, llm: AsyncLLM) -> None:
-        """Load the newest weights again, which sleep dropped."""
-        if self._latest is not None:
-            await self._transfer(llm, self._version, self._latest)
-        else:
-            await _checked(llm.collective_rpc("reload_weights"))
 
     async def stats(self) -> EngineStats:
         assert self._alive is not None
