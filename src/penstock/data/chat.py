@@ -83,7 +83,19 @@ def load_tokenizer(
 ) -> Any:
     """Load the tokenizer of a folder or hub name; `demo` is the policy that ships with Penstock."""
     path = _folder_or_name(path)
-    _check_folder(path)
+    folder = Path(path).expanduser()  # looked at before transformers is imported
+    looks_like_path = isinstance(path, Path) or str(path).startswith((".", "/", "~"))
+    if folder.is_dir():
+        known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+        if not any((folder / name).is_file() for name in (*known, "vocab.txt")):
+            raise UserError(
+                f"tokenizer: got the folder {str(path)!r} without a tokenizer, "
+                f"allowed: a folder with one of {', '.join(known)}"
+            )
+    elif folder.is_file() or looks_like_path:
+        raise UserError(
+            f"tokenizer: got {str(path)!r}, allowed: a folder that exists, or a hub name"
+        )
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
@@ -104,23 +116,6 @@ def _folder_or_name(path: str | Path) -> str | Path:
     if str(path) == "demo":
         return policy_path()
     return Path(path).expanduser() if str(path).startswith("~") else path
-
-
-def _check_folder(path: str | Path) -> None:
-    """Raise a UserError for a path that cannot be a tokenizer, before transformers is imported."""
-    folder = Path(path).expanduser()
-    looks_like_path = isinstance(path, Path) or str(path).startswith((".", "/", "~"))
-    if folder.is_dir():
-        known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-        if not any((folder / name).is_file() for name in (*known, "vocab.txt")):
-            raise UserError(
-                f"tokenizer: got the folder {str(path)!r} without a tokenizer, "
-                f"allowed: a folder with one of {', '.join(known)}"
-            )
-    elif folder.is_file() or looks_like_path:
-        raise UserError(
-            f"tokenizer: got {str(path)!r}, allowed: a folder that exists, or a hub name"
-        )
 
 
 @contextmanager
@@ -235,7 +230,14 @@ class ChatTemplate:
         arguments: Mapping[str, Any] | None = None,
     ) -> list[np.ndarray]:
         """Encode many conversations with one call of the tokenizer, which is several times faster."""
-        self._check_arguments(arguments or {})
+        arguments = arguments or {}
+        template = str(getattr(self.tokenizer, "chat_template", None) or "")
+        for name in arguments:
+            if name in _OWN_ARGUMENTS or not re.search(rf"\b{re.escape(name)}\b", template):
+                allowed = "a variable of the tokenizer's chat template"
+                if not template:
+                    allowed = "none, because the tokenizer has no chat template"
+                raise UserError(f"chat_template_kwargs: got {name!r}, allowed: {allowed}")
         texts = [self.render(messages, system_prompt, arguments) for messages in conversations]
         if not texts:
             return []
@@ -326,16 +328,6 @@ class ChatTemplate:
 
         probe = {"role": "user", "content": _PROBE}
         return not shows(probe) and shows(_in_parts(probe))
-
-    def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse a variable that the template does not read: it would be ignored in silence."""
-        template = str(getattr(self.tokenizer, "chat_template", None) or "")
-        for name in arguments:
-            if name in _OWN_ARGUMENTS or not re.search(rf"\b{re.escape(name)}\b", template):
-                allowed = "a variable of the tokenizer's chat template"
-                if not template:
-                    allowed = "none, because the tokenizer has no chat template"
-                raise UserError(f"chat_template_kwargs: got {name!r}, allowed: {allowed}")
 
     def _apply_template(
         self,

@@ -135,7 +135,18 @@ def load_dataset(
         if template := teacher_template(task):  # with its hint no prompt is shorter
             hinted = [replace(e, messages=with_hint(e, template)) for e in examples]
             measured = _tokenize(hinted, chat, task)
-        fits = _check_lengths(task, records, examples, measured)
+        fits = [ids is not None and len(ids) <= task.max_prompt_tokens for ids in measured]
+        num_long = fits.count(False)
+        if num_long and num_long == len(fits):
+            ids = measured[0]
+            size = (
+                f"{examples[0].num_characters} characters" if ids is None else f"{len(ids)} tokens"
+            )
+            raise UserError(
+                f"{records.place(examples[0].line)}: got a prompt of {size}, "
+                f"allowed: max_prompt_tokens = {task.max_prompt_tokens} "
+                f"({num_long} of {len(fits)} prompts are longer)"
+            )
     kept = [index for index, fit in enumerate(fits) if fit]
     return Dataset(
         name,
@@ -221,26 +232,6 @@ def _batches(examples: Sequence[Example], limit: int) -> Iterator[list[int]]:
         batch.append(index)
         characters += example.num_characters
     yield batch
-
-
-def _check_lengths(
-    task: TaskDataConfig,
-    records: Records,
-    examples: Sequence[Example],
-    token_ids: Sequence[np.ndarray | None],
-) -> list[bool]:
-    """Which prompts fit; raise a UserError if none does."""
-    fits = [ids is not None and len(ids) <= task.max_prompt_tokens for ids in token_ids]
-    num_long = fits.count(False)
-    if num_long and num_long == len(fits):
-        ids = token_ids[0]
-        size = f"{examples[0].num_characters} characters" if ids is None else f"{len(ids)} tokens"
-        raise UserError(
-            f"{records.place(examples[0].line)}: got a prompt of {size}, "
-            f"allowed: max_prompt_tokens = {task.max_prompt_tokens} "
-            f"({num_long} of {len(fits)} prompts are longer)"
-        )
-    return fits
 
 
 def check_context(config: Config, datasets: Mapping[str, Dataset], section: str = "") -> None:

@@ -203,7 +203,11 @@ def code_fact(config: Config) -> dict[str, str]:
 @functools.cache
 def _installed() -> dict[str, str]:
     """The versions of what this process runs, read once: files that change later are not run."""
-    versions = {"penstock": __version__, "penstock source": _source_hash()}
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    versions = {"penstock": __version__, "penstock source": digest.hexdigest()[:12]}
     versions["python"] = platform.python_version()
     for name in _LIBRARIES:
         try:
@@ -219,14 +223,6 @@ def _own_files(value: Any) -> list[str]:
         return [code[1]] if code and Path(code[1]).is_file() else []
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [path for item in items for path in _own_files(item)]
-
-
-def _source_hash() -> str:
-    root, digest = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 # -- comparing ---------------------------------------------------------------------------------

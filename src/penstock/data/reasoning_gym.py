@@ -31,7 +31,15 @@ def load(name: str, options: dict[str, Any], seed: int) -> list[Record]:
         item = problems[index]
         is_heldout = hash_fraction(item["question"]) < HELDOUT_SHARE
         if is_heldout is (split == "heldout"):
-            records.append(_record(generator, item))
+            metadata = json.loads(json.dumps(item["metadata"], default=str))
+            records.append(
+                {
+                    "messages": [{"role": "user", "content": item["question"]}],
+                    "gt_answer": item["answer"],
+                    "metadata": metadata,
+                    "reasoning_gym": generator,
+                }
+            )
             if len(records) == size:
                 return records
     raise UserError(
@@ -103,14 +111,3 @@ def _import_package(name: str) -> Any:
     import reasoning_gym
 
     return reasoning_gym
-
-
-def _record(generator: str, item: dict[str, Any]) -> Record:
-    """A dataset line; its metadata is plain JSON, so that it can be journalled."""
-    metadata = json.loads(json.dumps(item["metadata"], default=str))
-    return {
-        "messages": [{"role": "user", "content": item["question"]}],
-        "gt_answer": item["answer"],
-        "metadata": metadata,
-        "reasoning_gym": generator,
-    }

@@ -48,19 +48,7 @@ _MOST_SHARE = 0.3  # of the words: above it a delta is hardly smaller, and slow 
 
 def encode_delta(base: np.ndarray, new: np.ndarray) -> bytes | None:
     """The delta from one array of bytes to another of its size; None if the whole is smaller."""
-    changed, change = _changes(base, new)
-    if len(changed) > _MOST_SHARE * len(new) / 2:
-        return None
-    gaps = _compressed(_bytes_of(np.diff(changed, prepend=-1) - 1), zlib.Z_HUFFMAN_ONLY)
-    signs = np.packbits(change > 0).tobytes()
-    sizes = _compressed(_bytes_of(np.abs(change) - 1), zlib.Z_DEFAULT_STRATEGY)
-    delta = DELTA_HEADER.pack(len(gaps), len(signs), len(sizes)) + gaps + signs + sizes
-    return delta if len(delta) < len(new) else None
-
-
-def _changes(base: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The 16-bit words that differ, and by how much; four words at a time are compared first."""
-    rest = len(new) // 8 * 8
+    rest = len(new) // 8 * 8  # four words at a time are compared first
     old_fours, new_fours = base[:rest].view(np.uint64), new[:rest].view(np.uint64)
     fours = np.flatnonzero(old_fours != new_fours)
     old_words, new_words = old_fours[fours].view(np.uint16), new_fours[fours].view(np.uint16)
@@ -73,7 +61,14 @@ def _changes(base: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]
         places = np.append(places, rest // 2 + differs)
         old_words = np.append(old_words, old_rest[differs])
         new_words = np.append(new_words, new_rest[differs])
-    return places, (new_words - old_words).view(np.int16).astype(np.int32)
+    if len(places) > _MOST_SHARE * len(new) / 2:
+        return None
+    change = (new_words - old_words).view(np.int16).astype(np.int32)
+    gaps = _compressed(_bytes_of(np.diff(places, prepend=-1) - 1), zlib.Z_HUFFMAN_ONLY)
+    signs = np.packbits(change > 0).tobytes()
+    sizes = _compressed(_bytes_of(np.abs(change) - 1), zlib.Z_DEFAULT_STRATEGY)
+    delta = DELTA_HEADER.pack(len(gaps), len(signs), len(sizes)) + gaps + signs + sizes
+    return delta if len(delta) < len(new) else None
 
 
 def apply_delta(delta: bytes, words: np.ndarray) -> None:
@@ -239,7 +234,9 @@ class Distributor:
                 link.sendall(_FRAME.pack(kind, len(octets)))
                 link.sendall(octets)
         except WeightsGone as gone:
-            self._forget(identity)
+            with self._holding:
+                if self._held and self._held.identity == identity:
+                    self._held = None
             text = str(gone).encode()
             link.sendall(_FRAME.pack(_GONE, len(text)) + text)
 
@@ -288,12 +285,6 @@ class Distributor:
                     for start in range(0, len(octets), BUCKET_BYTES)
                 ],
             )
-
-    def _forget(self, identity: Identity) -> None:
-        """Hold weights no longer that were never written to the end."""
-        with self._holding:
-            if self._held and self._held.identity == identity:
-                self._held = None
 
 
 class _Server(socketserver.ThreadingTCPServer):

@@ -71,7 +71,20 @@ def checked_weights(
     except Exception as error:  # foreign code at a seam: the engine keeps its old weights
         raise EngineError(f"weights {source.version} could not be fetched: {error}") from error
     if model is not None:
-        _refuse_others(model, weights)
+        parameters = dict(named_weights(model))
+        missing = sorted(parameters.keys() - weights.keys())
+        unknown = sorted(weights.keys() - parameters.keys())
+        if missing or unknown:
+            raise EngineError(
+                f"weights refused: missing {missing[:3]} ({len(missing)}), "
+                f"unknown {unknown[:3]} ({len(unknown)}), allowed: exactly the model's own"
+            )
+        for name, tensor in parameters.items():
+            if weights[name].shape != tensor.shape or weights[name].dtype != tensor.dtype:
+                raise EngineError(
+                    f"weight {name} refused: got {weights[name].dtype} {tuple(weights[name].shape)}, "
+                    f"allowed: {tensor.dtype} {tuple(tensor.shape)}"
+                )
     if digest != source.digest:
         raise DigestMismatch(
             f"weights refused, the old ones stay: got digest {digest}, announced was {source.digest}"
@@ -98,23 +111,6 @@ def load_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> No
     )  # on one GPU a few launches, not one for each
     for device in {tensor.device for tensor in (*parameters.values(), *new) if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()  # a GPU copies asynchronously
-
-
-def _refuse_others(model: torch.nn.Module, new: dict[str, torch.Tensor]) -> None:
-    parameters = dict(named_weights(model))
-    missing = sorted(parameters.keys() - new.keys())
-    unknown = sorted(new.keys() - parameters.keys())
-    if missing or unknown:
-        raise EngineError(
-            f"weights refused: missing {missing[:3]} ({len(missing)}), "
-            f"unknown {unknown[:3]} ({len(unknown)}), allowed: exactly the model's own"
-        )
-    for name, tensor in parameters.items():
-        if new[name].shape != tensor.shape or new[name].dtype != tensor.dtype:
-            raise EngineError(
-                f"weight {name} refused: got {new[name].dtype} {tuple(new[name].shape)}, "
-                f"allowed: {tensor.dtype} {tuple(tensor.shape)}"
-            )
 
 
 # -- sharing with other programs ---------------------------------------------------------------

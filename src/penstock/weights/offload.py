@@ -51,7 +51,13 @@ class HostOffload:
 
     def offload(self) -> None:
         """Move the tensors to the host, and return the allocator's cached memory to the device."""
-        storages = self._storages()
+        found: dict[int, torch.UntypedStorage] = {}
+        for tensor in self._tensors():
+            storage = _storage_of(tensor)
+            ours = storage.resizable()  # not if another process or numpy uses the memory
+            if ours and storage.device.type in self._devices and storage.nbytes():
+                found.setdefault(storage._cdata, storage)
+        storages = list(found.values())
         targets = self._host_views([storage.nbytes() for storage in storages]) if storages else []
         for storage, host in zip(storages, targets, strict=True):
             host.copy_(_bytes_of(storage), non_blocking=True)
@@ -88,15 +94,6 @@ class HostOffload:
         first = host.storage_offset() // local.element_size() + local.storage_offset()
         view = torch.empty(0, dtype=local.dtype)
         return view.set_(host.untyped_storage(), first, local.size(), local.stride())
-
-    def _storages(self) -> list[torch.UntypedStorage]:
-        storages: dict[int, torch.UntypedStorage] = {}
-        for tensor in self._tensors():
-            storage = _storage_of(tensor)
-            ours = storage.resizable()  # not if another process or numpy uses the memory
-            if ours and storage.device.type in self._devices and storage.nbytes():
-                storages.setdefault(storage._cdata, storage)
-        return list(storages.values())
 
     def _host_views(self, sizes: list[int]) -> list[torch.Tensor]:
         """Host memory of these sizes; no view spans two chunks."""
@@ -136,7 +133,11 @@ def host_memory(size: int, setting: str = "launch.colocate") -> torch.Tensor:
         pages.madvise(mmap.MADV_HUGEPAGE)  # pinned many times as fast as small ones
         array = np.frombuffer(pages, np.uint8, size)
         if torch.cuda.is_initialized():
-            _pin(array)
+            cuda, address = torch.cuda.cudart(), array.ctypes.data  # pinned as long as it lives
+            torch.cuda.check_error(
+                int(cuda.cudaHostRegister(address, array.nbytes, _PORTABLE | _MAPPED))
+            )
+            weakref.finalize(array, cuda.cudaHostUnregister, address).atexit = False
     except (OSError, RuntimeError) as error:
         line = str(error).strip().splitlines()[0]
         raise RunError(
@@ -144,13 +145,6 @@ def host_memory(size: int, setting: str = "launch.colocate") -> torch.Tensor:
             f"allowed: more memory on the host, or {setting}=false"
         ) from error
     return torch.from_numpy(array)
-
-
-def _pin(array: np.ndarray) -> None:
-    """Pin an array's pages as long as it lives."""
-    cuda, address = torch.cuda.cudart(), array.ctypes.data
-    torch.cuda.check_error(int(cuda.cudaHostRegister(address, array.nbytes, _PORTABLE | _MAPPED)))
-    weakref.finalize(array, cuda.cudaHostUnregister, address).atexit = False
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
