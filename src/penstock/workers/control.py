@@ -61,20 +61,17 @@ def scale_run(folder: Path, setting: str) -> str:
     return ask(folder / "control", "scale", int(value))
 
 
-def _own_socket(path: Path) -> str:
-    """The path if a driver of this user made the socket: a run folder may be a stranger's."""
-    owner = path.parent.stat(follow_symlinks=False)
-    if owner.st_uid != os.getuid() or not path.parent.name.startswith("penstock-control-"):
-        raise ValueError
-    return str(path)
-
-
 def ask(pointer: Path, command: str, number: int) -> str:
     """Send one command to a driver; return its answer when the command is done."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_ANSWER_TIMEOUT_S)
         try:
-            connection.connect(_own_socket(Path(pointer.read_text())))
+            path = Path(pointer.read_text())
+            owner = path.parent.stat(follow_symlinks=False)
+            # a run folder may be a stranger's
+            if owner.st_uid != os.getuid() or not path.parent.name.startswith("penstock-control-"):
+                raise ValueError
+            connection.connect(str(path))
             connection.sendall(json.dumps([command, number]).encode() + b"\n")
             line = connection.makefile().readline()
         except (OSError, ValueError):

@@ -154,7 +154,14 @@ def trainer_part(
     node: str = "",
 ) -> TrainerService:
     """Build a trainer rank. `node`: the name of its node in a cluster, where it has its own folder."""
-    _set_rank_variables(config, rank, meeting)
+    if config.launch.num_consumers > 1:
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(config.launch.num_consumers),
+            LOCAL_RANK=str(rank),
+            MASTER_ADDR=meeting[0],
+            MASTER_PORT=str(meeting[1]),
+        )
     node_folder: ScratchFolder | None = None
     if node and rank == 0:
         node_folder = ScratchFolder(Path(folder)) if folder else weight_folder()
@@ -212,15 +219,3 @@ def engine_part(
     more = {"adapters": True} if adapters else {}
     engine: InferenceEngine = engine_class.from_config(config, fetch=fetch, index=index, **more)
     return engine
-
-
-def _set_rank_variables(config: Config, rank: int, meeting: Meeting) -> None:
-    """Set the variables that torch.distributed reads, if the trainer has several ranks."""
-    if config.launch.num_consumers > 1:
-        os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(config.launch.num_consumers),
-            LOCAL_RANK=str(rank),
-            MASTER_ADDR=meeting[0],
-            MASTER_PORT=str(meeting[1]),
-        )

@@ -74,7 +74,21 @@ class Watchdog:
             due = [wait for wait in self._waits.leaves() if self._next_look(wait) <= now]
             wait = min(due, key=lambda wait: wait.since, default=None)
             if wait is not None:
-                await self._look_at(wait)
+                before, responder = self._glance_at(wait), wait.responder
+                progress = await self._ask(self._workers.progress_of, responder)
+                activity = await self._ask(self._workers.activity_of, responder)
+                seconds = activity if isinstance(activity, float) else None
+                look = _Look(self._waits.clock(), progress, seconds)
+                if wait.until is None:
+                    if before is None:
+                        self._looks[responder, wait.what] = look
+                    elif look.moved_on(before):
+                        self._moved[responder] = look.at
+                    else:
+                        busy = look.is_busy(before)
+                        await self._act(
+                            wait, busy=busy, proven=look.progress is not None and not busy
+                        )
             elif self._is_deadlock():
                 await self._act(None, busy=False, proven=False)
 
@@ -106,26 +120,6 @@ class Watchdog:
     def _next_look(self, wait: OpenWait) -> float:
         begin, whole, glance = self._counted_from(wait), self._limit(wait), self._glance_at(wait)
         return begin + whole / 2 if glance is None else max(begin + whole, glance.at + whole / 2)
-
-    async def _look_at(self, wait: OpenWait) -> None:
-        """Take the first look, to compare with; at the second, act unless the responder progressed."""
-        before, responder = self._glance_at(wait), wait.responder
-        look = await self._look(responder)
-        if wait.until is not None:
-            return  # the responder has answered meanwhile
-        if before is None:
-            self._looks[responder, wait.what] = look
-        elif look.moved_on(before):
-            self._moved[responder] = look.at
-        else:
-            busy = look.is_busy(before)
-            await self._act(wait, busy=busy, proven=look.progress is not None and not busy)
-
-    async def _look(self, responder: str) -> _Look:
-        progress = await self._ask(self._workers.progress_of, responder)
-        activity = await self._ask(self._workers.activity_of, responder)
-        seconds = activity if isinstance(activity, float) else None
-        return _Look(self._waits.clock(), progress, seconds)
 
     async def _ask(self, question: Callable[[str], Awaitable[object]], responder: str) -> object:
         try:

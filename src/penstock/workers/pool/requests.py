@@ -376,7 +376,10 @@ class Requests:
                     self._release(batch, answers)
                 self._keep(batch, engine, answers, died)
                 if session:
-                    self._note_holder(session, engine.index)
+                    self._holders.pop(session, None)
+                    self._holders[session] = engine.index
+                    if len(self._holders) > _MOST_SESSIONS:
+                        del self._holders[next(iter(self._holders))]
         finally:
             for request in requests:
                 if self._batches.get(request.request_id) is batch:
@@ -417,13 +420,14 @@ class Requests:
         batch.left = failed
         if batch.aborted:
             batch.end("abort", batch.aborted)
-        self._tell_if_slow(engine.index)
-
-    def _note_holder(self, session: str, index: int) -> None:
-        self._holders.pop(session, None)
-        self._holders[session] = index
-        if len(self._holders) > _MOST_SESSIONS:
-            del self._holders[next(iter(self._holders))]
+        fastest = None if engine.index in self._slow else self._scheduler.slower_than(engine.index)
+        if fastest is not None:
+            self._slow.add(engine.index)
+            pace, best = (self._scheduler.engines[n].pace for n in (engine.index, fastest))
+            self._note(
+                f"engine-{engine.index}: it is slow, {pace:.3g} tokens/s for a response where "
+                f"engine-{fastest} makes {best:.3g}; a sync batch waits for it"
+            )
 
     def close(self) -> None:
         """Answer nothing any more: what is left ends with an error."""
@@ -452,16 +456,6 @@ class Requests:
     def _unqueue(self, batch: PromptBatch) -> None:
         self._scheduler.withdraw(batch)
         batch.wake(False)
-
-    def _tell_if_slow(self, index: int) -> None:
-        fastest = None if index in self._slow else self._scheduler.slower_than(index)
-        if fastest is not None:
-            self._slow.add(index)
-            pace, best = (self._scheduler.engines[n].pace for n in (index, fastest))
-            self._note(
-                f"engine-{index}: it is slow, {pace:.3g} tokens/s for a response where "
-                f"engine-{fastest} makes {best:.3g}; a sync batch waits for it"
-            )
 
     # ---- aborts
 

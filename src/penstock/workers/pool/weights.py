@@ -83,7 +83,11 @@ class NodeCopies:
         Raise WeightsGone if the node cannot be reached, or newer weights came meanwhile.
         """
         node = self._nodes[engine]
-        self._note_published(handle)
+        identity = (handle.version, handle.digest)
+        if self._newest is None or self._newest[0] <= handle.version:
+            if self._newest != identity:
+                self._newest, self._copies = identity, {}
+            self._copies[handle.location["node"]] = handle
         async with self._locks[node]:
             for _ in range(_TIMES_RECEIVED):
                 self._check_newest(handle)
@@ -95,15 +99,6 @@ class NodeCopies:
             if node in self._copies:
                 return self._copies[node]
         raise WeightsGone(f"weights of version {handle.version} have not reached node {node}")
-
-    def _note_published(self, handle: WeightHandle) -> None:
-        """Begin to spread a new publication; forget the copies of the one before."""
-        identity = (handle.version, handle.digest)
-        if self._newest is not None and self._newest[0] > handle.version:
-            return
-        if self._newest != identity:
-            self._newest, self._copies = identity, {}
-        self._copies[handle.location["node"]] = handle
 
     def _check_newest(self, handle: WeightHandle) -> None:
         if self._newest != (handle.version, handle.digest):
@@ -150,7 +145,14 @@ class NodeCopies:
         except WorkerDied:
             return
         except RunError:
-            await self._check_alive(sender)
+            distributor = self._distributors[sender]
+            try:
+                async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                    await distributor.call("endpoint")
+            except TimeoutError:
+                await distributor.replace("it did not answer")
+            except WorkerDied:
+                pass  # its supervision starts it again
             return
         if (copy.version, copy.digest) == self._newest:
             self._copies[node] = copy
@@ -158,17 +160,6 @@ class NodeCopies:
             self._has_told_of_delta = True
             sent = f"{num_bytes / 1e6:.3g} MB of {size / 1e6:.3g} MB"
             self._callbacks.note(f"weights: the first delta was {sent}")
-
-    async def _check_alive(self, node: str) -> None:
-        """Replace a sender that a receiver did not hear, if it does not answer here either."""
-        distributor = self._distributors[node]
-        try:
-            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                await distributor.call("endpoint")
-        except TimeoutError:
-            await distributor.replace("it did not answer")
-        except WorkerDied:
-            pass  # its supervision starts it again
 
     async def _has_distributor(self, node: str) -> bool:
         """Start a distributor on a node that has none; return whether one runs."""

@@ -128,9 +128,11 @@ class ProcessWorker:
         imports: what the process imports before it reads what to build.
         """
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        worker_process = _take_early(name, threads) or WorkerProcess.spawn(
-            log_path, threads, imports
-        )
+        early = EARLY.get({}).pop(name, None)
+        if early is not None and (early.process.poll() is not None or early.threads != threads):
+            early.discard()  # it has ended, or would compute with other threads
+            early = None
+        worker_process = early or WorkerProcess.spawn(log_path, threads, imports)
         StartDisplay.worker_stage(name, "starting Python", worker_process.started)
         try:
             reader, writer = await asyncio.open_connection(
@@ -271,21 +273,9 @@ class ProcessWorker:
             self._kill()
             await asyncio.to_thread(self._process.wait)
         finally:
-            self._close_pipe()
-
-    def _close_pipe(self) -> None:
-        dumped, self._dumped = self._dumped, -1
-        if dumped >= 0:
-            os.close(dumped)
-
-
-def _take_early(name: str, threads: int) -> WorkerProcess | None:
-    """The process that was started early for this worker, if it is alive and has these threads."""
-    early = EARLY.get({}).pop(name, None)
-    if early is None or (early.process.poll() is None and early.threads == threads):
-        return early
-    early.discard()
-    return None
+            dumped, self._dumped = self._dumped, -1
+            if dumped >= 0:
+                os.close(dumped)
 
 
 def _spawn(

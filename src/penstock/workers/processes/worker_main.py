@@ -74,8 +74,18 @@ async def serve(connection: socket.socket) -> None:
     """Consumes calls from the driver, produces replies, until the driver closes the socket."""
     reader, writer = await asyncio.open_connection(sock=connection)
     search_path, name, log_path, factory, args = await read_frame(reader)
-    _log_to(log_path)
-    _tell_stages(writer)
+    # of which a process that was started early knew nothing
+    log = os.open(log_path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    loop = asyncio.get_running_loop()
+
+    def send(text: str) -> None:
+        stage = (STAGE, (text, time.time()), None)
+        loop.call_soon_threadsafe(writer.write, frame(stage))
+
+    listen(send)
     server = RpcServer(name)
     calls: set[asyncio.Task[None]] = set()
     try:
@@ -95,25 +105,6 @@ async def serve(connection: socket.socket) -> None:
         _end()  # the driver is gone: a thread in a model step must not keep the process alive
 
 
-def _log_to(path: str) -> None:
-    """Write what this process prints to its log, of which a process that was started early knew nothing."""
-    log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os.close(log)
-
-
-def _tell_stages(writer: asyncio.StreamWriter) -> None:
-    """Send every stage of the start to the driver, from whatever thread tells it."""
-    loop = asyncio.get_running_loop()
-
-    def send(text: str) -> None:
-        stage = (STAGE, (text, time.time()), None)
-        loop.call_soon_threadsafe(writer.write, frame(stage))
-
-    listen(send)
-
-
 def _end() -> None:
     """End this process and those it started: one of vLLM's would keep its part of the GPU's memory."""
     if os.getpgrp() == os.getpid():
@@ -129,18 +120,14 @@ async def _answer(writer: asyncio.StreamWriter, name: str, call_id: int, work: A
     await writer.drain()
 
 
-def _dump_stacks_on_signal(pipe: int) -> None:
-    """Write all stacks to the log on SIGUSR1, then a byte to `pipe`, both in the signal handler itself."""
-    signal.signal(signal.SIGUSR1, lambda *_: None)
-    signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
-    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
-
-
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptors, imports = sys.argv[1:3], sys.argv[3:]
     pipe, connection = int(descriptors[1]), socket.socket(fileno=int(descriptors[0]))
-    _dump_stacks_on_signal(pipe)
+    # stacks, and then the byte to the pipe, are written in the signal handler itself
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    signal.set_wakeup_fd(pipe, warn_on_full_buffer=False)
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
     if imports:
         listen(lambda text: connection.sendall(frame((STAGE, (text, time.time()), None))))
         with contextlib.suppress(ConnectionError):  # the driver is gone: `serve` ends at once

@@ -168,30 +168,25 @@ class ActorAgentLoop(AgentLoop):
         try:
             if actor.worker is None:
                 await actor.ready()
-            return await self._generate_in(actor, rollouts, enable_partial_rollout)
+            worker = actor.worker
+            if worker is None:
+                raise WorkerDied(f"{actor.name}: it is being started again")
+            number = next(self._numbers)
+            try:
+                # no responder: the actor mostly waits for an engine, whose own wait is watched
+                with self._waits.wait(actor.name, WaitKind.GENERATE, "a group of an agent"):
+                    group: list[Rollout] = await worker.call(
+                        "generate_group", number, rollouts, enable_partial_rollout
+                    )
+                    return group
+            except asyncio.CancelledError:
+                self._start(_unless_dead(worker.call("cancel", number)))
+                raise
         finally:
             self._groups[actor] -= 1
 
     def _by_load(self, actor: Supervised) -> tuple[bool, bool, int]:
         return actor.given_up is not None, actor.worker is None, self._groups[actor]
-
-    async def _generate_in(
-        self, actor: Supervised, rollouts: list[Rollout], partial: bool
-    ) -> list[Rollout]:
-        worker = actor.worker
-        if worker is None:
-            raise WorkerDied(f"{actor.name}: it is being started again")
-        number = next(self._numbers)
-        try:
-            # no responder: the actor mostly waits for an engine, whose own wait is watched
-            with self._waits.wait(actor.name, WaitKind.GENERATE, "a group of an agent"):
-                group: list[Rollout] = await worker.call(
-                    "generate_group", number, rollouts, partial
-                )
-                return group
-        except asyncio.CancelledError:
-            self._start(_unless_dead(worker.call("cancel", number)))
-            raise
 
     async def pause(self) -> None:
         living = [actor.worker for actor in self._groups if actor.worker is not None]

@@ -63,11 +63,24 @@ async def start(
     config: Config, total_steps: int, log_folder: Path, events: SupervisionCallbacks
 ) -> Workers:
     """Join or start the cluster, place the actors, build their parts."""
-    engines = config.launch.model_copy(update={"num_producers": config.num_engines})
-    config = config.model_copy(update={"launch": engines})
+    settings = config.launch.model_copy(update={"num_producers": config.num_engines})
+    config = config.model_copy(update={"launch": settings})
     num_agents = sum(task.agent_actors for task in config.tasks.values())
     async with _placed(config, num_agents, log_folder, events) as actors:
-        return await _start_parts(actors, total_steps)
+        trainer = Supervised("trainer", _spawn_trainer(actors, total_steps), settings, events)
+        make_engine = partial(_make_engine, actors)
+        engines = [make_engine(number) for number in range(settings.num_producers)]
+        return await start_workers(
+            config,
+            total_steps,
+            events,
+            trainer,
+            engines,
+            make_engine=make_engine,
+            clean_up=actors.release,
+            copies=actors.copies,
+            start_agent=partial(_start_agent, actors),
+        )
 
 
 async def start_engines(
@@ -174,24 +187,6 @@ def disconnect(ours: bool) -> None:
         ray.shutdown()
 
 
-async def _start_parts(actors: _Actors, total_steps: int) -> Workers:
-    settings, events = actors.config.launch, actors.events
-    trainer = Supervised("trainer", _spawn_trainer(actors, total_steps), settings, events)
-    make_engine = partial(_make_engine, actors)
-    engines = [make_engine(number) for number in range(settings.num_producers)]
-    return await start_workers(
-        actors.config,
-        total_steps,
-        events,
-        trainer,
-        engines,
-        make_engine=make_engine,
-        clean_up=actors.release,
-        copies=actors.copies,
-        start_agent=partial(_start_agent, actors),
-    )
-
-
 async def _start_agent(
     actors: _Actors, workers: Workers, task: str, sampling: SamplingConfig, is_chat: bool
 ) -> ActorAgentLoop:
@@ -271,32 +266,24 @@ class _Actors:
 def _make_engine(actors: _Actors, number: int, *, adapters: bool = False) -> Supervised:
     name, placement = f"engine-{number}", actors.placement
     slot = placement.take(name, number)
-    spawn = _spawn_engine(actors, number, slot, adapters)
+
     free = partial(placement.free, slot, name)
-    slot.worker = Supervised(name, spawn, actors.config.launch, actors.events, when_closed=free)
-    return slot.worker
 
-
-def _spawn_engine(
-    actors: _Actors, number: int, slot: PlacementSlot, adapters: bool
-) -> Callable[[], Awaitable[Worker]]:
     async def spawn() -> Worker:
-        threads = actors.config.of_engine(number).engine.threads
-        worker = await actors.place(f"engine-{number}", threads, slot)
-        actors.copies.place_engine(number, worker.node)
-        return await actors.build(worker, ENGINE, actors.config, number, None, adapters)
-
-    async def spawn_or_free() -> Worker:
         try:
-            worker = await spawn()
+            threads = actors.config.of_engine(number).engine.threads
+            worker = await actors.place(name, threads, slot)
+            actors.copies.place_engine(number, worker.node)
+            await actors.build(worker, ENGINE, actors.config, number, None, adapters)
         except BaseException:  # a failed or stopped start: its slot is for the next engine
             if not slot.has_served:
-                actors.placement.free(slot, f"engine-{number}")
+                free()
             raise
         slot.has_served = True
         return worker
 
-    return spawn_or_free
+    slot.worker = Supervised(name, spawn, actors.config.launch, actors.events, when_closed=free)
+    return slot.worker
 
 
 def _spawn_trainer(actors: _Actors, total_steps: int) -> Callable[[], Awaitable[Worker]]:

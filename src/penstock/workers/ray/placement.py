@@ -15,6 +15,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from penstock.config import LaunchConfig, RayOptions
@@ -135,12 +136,8 @@ def _has_labels(labels: Labels, asked: Labels) -> bool:
     return True
 
 
-def amount(of: Mapping[str, float]) -> str:
-    """CPUs, GPUs and custom resources as words."""
-    return _words(of, {})
-
-
-def _words(resources: Mapping[str, float], labels: Labels) -> str:
+def _words(resources: Mapping[str, float], labels: Mapping[str, str] = MappingProxyType({})) -> str:
+    """CPUs, GPUs, custom resources and labels as words."""
     parts = [f"{resources.get('CPU', 0):g} CPU, {resources.get('GPU', 0):g} GPU"]
     for key, value in resources.items():
         if key.startswith(_ACCELERATOR):
@@ -296,7 +293,7 @@ class Placement:
             self._check_fit()  # its line says what is missing
             raise RunError(
                 f"launch: Ray could not place all workers within {limit_s:g} s; "
-                f"free in the cluster: {amount(ray.available_resources())}, the rest is in use"
+                f"free in the cluster: {_words(ray.available_resources())}, the rest is in use"
             ) from None
 
     def _check_fit(self) -> None:
@@ -345,13 +342,26 @@ class Placement:
 
     def take(self, name: str, number: int) -> PlacementSlot:
         """The slot of a producer that was drained or given up and asked the same, else a new slot."""
+        import ray
+
         place = self._settings.engine_ray_options(number)
         for slot in self.producers:
             if slot.is_free and slot.place in (None, place):
                 slot.worker, slot.has_served = None, False
                 return slot
         asked = Need.of(place, cpus=0.0 if self._ours else None)
-        self._check_extra(name, asked)
+        nodes = list(_living_nodes().values())
+        limit_s = self._settings.wait_for_nodes_s
+        if not any(asked.fits(node) for node in nodes):
+            if not limit_s:
+                there = "; ".join(map(str, nodes))
+                raise UserError(f"{name}: got {asked}, allowed: what the nodes have: {there}")
+            self._note(f"{name}: waits up to {limit_s:g} s for a node with {asked}")
+        else:
+            free = ray.available_resources()
+            if not _holds(free, asked.resources):
+                limit_s = self._settings.start_timeout_s
+                self._note(f"{name}: waits up to {limit_s:g} s for {asked}; free: {_words(free)}")
         is_counted = any(asked.resources.values()) or asked.labels
         reservation = self._add(Reservation([asked], "SPREAD")) if is_counted else None
         cpus, gpus = asked.resources["CPU"], place.num_gpus
@@ -374,23 +384,6 @@ class Placement:
     def _agent_need(self) -> Need:
         """What an agent actor asks; no CPUs in a cluster of this run, where they are only counted."""
         return Need.of(self._settings.ray_options_of("agents"), cpus=0.0 if self._ours else None)
-
-    def _check_extra(self, name: str, asked: Need) -> None:
-        """Raise if no node could ever hold the bundle; tell the user if none can hold it now."""
-        import ray
-
-        nodes = list(_living_nodes().values())
-        limit_s = self._settings.wait_for_nodes_s
-        if not any(asked.fits(node) for node in nodes):
-            if not limit_s:
-                there = "; ".join(map(str, nodes))
-                raise UserError(f"{name}: got {asked}, allowed: what the nodes have: {there}")
-            self._note(f"{name}: waits up to {limit_s:g} s for a node with {asked}")
-            return
-        free = ray.available_resources()
-        if not _holds(free, asked.resources):
-            limit_s = self._settings.start_timeout_s
-            self._note(f"{name}: waits up to {limit_s:g} s for {asked}; free: {amount(free)}")
 
     async def find_nodes(self, names: list[str], slots: list[PlacementSlot]) -> None:
         """Find nodes for all actors before the first starts: they lose their nodes together."""
@@ -435,26 +428,23 @@ class Placement:
             return node
         assert slot.reservation is not None
         if not slot.has_served:
-            return await self._first_node(name, slot, slot.reservation)
+            limit_s = max(self._settings.start_timeout_s, self._settings.wait_for_nodes_s)
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await slot.reservation.find_node(slot.number)
+            except TimeoutError:
+                raise RunError(f"{name}: Ray gave it no place within {limit_s:g} s") from None
         if self._ours and not await asyncio.to_thread(_living_nodes):
             raise RunError(
                 f"{name}: the cluster that this run started has lost its only node, and no other "
                 "joins it; resume the run"
             )
-        free = amount(await asyncio.to_thread(ray.available_resources))
+        free = _words(await asyncio.to_thread(ray.available_resources))
         self._note(
             f"{name}: its node has left; it waits for one with {slot.asked} free, "
             f"for as long as the run goes on (free in the whole cluster: {free})"
         )
         return await slot.reservation.find_node(slot.number)
-
-    async def _first_node(self, name: str, slot: PlacementSlot, reservation: Reservation) -> str:
-        limit_s = max(self._settings.start_timeout_s, self._settings.wait_for_nodes_s)
-        try:
-            async with asyncio.timeout(limit_s):
-                return await reservation.find_node(slot.number)
-        except TimeoutError:
-            raise RunError(f"{name}: Ray gave it no place within {limit_s:g} s") from None
 
     def free(self, slot: PlacementSlot, name: str) -> None:
         """Free the slot of a worker that was drained or never started; return an extra one to the cluster."""

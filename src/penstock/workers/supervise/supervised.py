@@ -201,17 +201,13 @@ class Supervised:
             self._replaced_for = f"{self.name}: {reason}"
             if traceback is not None:
                 self._log = self.events.log(self.name, traceback)
-                self._count_fault(reason)
+                fault = _NUMBERS.sub("#", reason)
+                if fault != self._newest_fault:
+                    self._newest_fault = fault
+                    self._faults.clear()
+                self._faults.append(loop_time())
             self._settled.clear()
             await worker.kill()
-
-    def _count_fault(self, reason: str) -> None:
-        """Count how often in a row workers died of one error; numbers in its line may differ."""
-        fault = _NUMBERS.sub("#", reason)
-        if fault != self._newest_fault:
-            self._newest_fault = fault
-            self._faults.clear()
-        self._faults.append(loop_time())
 
     async def end(self, reason: str) -> None:
         """Kill the current worker for good, if it can be killed: every call of it fails."""
@@ -252,7 +248,13 @@ class Supervised:
     async def _supervise(self) -> None:
         """Restart the worker whenever it ends. Waits for: its end. Woken by: that end."""
         try:
-            await self._restart_until_given_up()
+            while self.given_up is None:
+                assert self._worker is not None
+                reason = self._reason(await self._worker.ended())
+                self._settled.clear()
+                await self._worker.close()
+                if await self._restart(reason):
+                    await self._tell_of_return()
         except Exception as error:  # a bug of ours: callers must get the error
             self.events.note(f"{self.name}: supervision failed\n{traceback.format_exc()}")
             line = f"{self.name}: supervision failed: {type(error).__name__}: {error}"
@@ -262,15 +264,6 @@ class Supervised:
             self._owner.when_given_up()
         except Exception:  # callers get `given_up`; whoever is told first must not hide the rest
             self.events.note(f"{self.name}: it was given up\n{traceback.format_exc()}")
-
-    async def _restart_until_given_up(self) -> None:
-        while self.given_up is None:
-            assert self._worker is not None
-            reason = self._reason(await self._worker.ended())
-            self._settled.clear()
-            await self._worker.close()
-            if await self._restart(reason):
-                await self._tell_of_return()
 
     async def _tell_of_return(self) -> None:
         try:
@@ -282,7 +275,9 @@ class Supervised:
         """Start workers until one is prepared; False when the allowed number is used up."""
         began = loop_time()
         while self._may_restart():
-            wait_s = self._backoff_s()
+            before = len(self._ends) - 1
+            base = self._settings.restart_backoff_s
+            wait_s = 0.0 if not before else min(base * 2.0 ** (before - 1), _LONGEST_BACKOFF_S)
             when = f" in {wait_s:g} s" if wait_s else ""
             limit = self._settings.max_restarts
             self.events.note(f"{reason}; starting it again{when} ({len(self._ends)} of {limit})")
@@ -332,12 +327,6 @@ class Supervised:
             return False
         self._ends.append(now)
         return True
-
-    def _backoff_s(self) -> float:
-        """No back-off before the first start in the window, then a doubling one."""
-        before = len(self._ends) - 1
-        base = self._settings.restart_backoff_s
-        return 0.0 if not before else min(base * 2.0 ** (before - 1), _LONGEST_BACKOFF_S)
 
     def _last_line(self, reason: str) -> str:
         if self._owner.prepare is None or not self._settings.max_restarts:
