@@ -32,9 +32,8 @@ Message = Mapping[str, Any]
 _OWN_ARGUMENTS = frozenset({"messages", "add_generation_prompt", "tokenize"})  # set here
 _PROBE = "probe7341"  # text that no template writes itself
 TEMPLATE_LIMIT_S = 5.0  # of processor time for one conversation; templates need milliseconds
-TEMPLATE_LIMIT_MIB = (
-    1024  # by which a conversation may raise the most memory that the process has had
-)
+# by which a conversation may raise the most memory that the process has had
+TEMPLATE_LIMIT_MIB = 1024
 _CHECKS = 20  # of both limits, until the time is over
 _LONG_TEXT, _LONG_FACTOR = 2**20, 10  # characters, and how many times as long as its conversation
 _CUT = "ꙮ⁂ꙮ"  # rendered text is tokenised in pieces: no token spans a cut, and templates print it

@@ -40,9 +40,8 @@ Facts = Mapping[str, str]
 CODE, TOKENIZER, TEMPLATE, TOTAL_STEPS = "code", "tokenizer", "chat template", "total steps"
 MACHINE, OVERLAP = "machine", "overlap of "  # the second: "overlap of eval.tasks.A and tasks.B"
 PTX = "train.ptx.data"
-_WEIGHTS = (
-    "weights of "  # the key of a model that scores: a setting may name another, with other content
-)
+# the key of a model that scores: a setting may name another, with other content
+_WEIGHTS = "weights of "
 _OWN_FILE = re.compile(r"(.+\.py):\w+")  # a user's own object, as in `my_rewards.py:score`
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy", "vllm", "reasoning-gym")
 _TOKENIZER_FILES = (

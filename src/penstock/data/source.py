@@ -201,9 +201,8 @@ class Records:
         self.data = data
         self._options, self._seed, self._default_split = dict(options), seed, default_split
         self._parts = ContentHash()
-        self._starts: list[
-            tuple[int, str, str]
-        ] = []  # (numbers before it, name, word for a record)
+        # (numbers before it, name, word for a record)
+        self._starts: list[tuple[int, str, str]] = []
 
     def content(self) -> Content:
         return self._parts.content()

@@ -123,9 +123,8 @@ class CodeReward(Reward):
             await self._client.close()
         pool, self._pool = self._pool, SandboxPool(self._settings.sandbox)
         threads, self._threads = self._threads, None
-        await asyncio.to_thread(
-            pool.close
-        )  # first, so that running programs end with their sandboxes
+        # first, so that running programs end with their sandboxes
+        await asyncio.to_thread(pool.close)
         if threads is not None:
             await asyncio.to_thread(threads.shutdown, wait=True, cancel_futures=True)
 

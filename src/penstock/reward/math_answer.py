@@ -31,9 +31,8 @@ from penstock.reward.protocol import Extract, Reward, ValueOptions
 from penstock.types import Prompt, Rollout, Score
 
 # possessive repeats, so that no text of a model takes more than linear time
-_BOX_OR_BRACE = re.compile(
-    r"(?<!\\)\\++boxed\s*+\{|\\.|[{}]", re.DOTALL
-)  # an escaped brace is content
+# an escaped brace is content
+_BOX_OR_BRACE = re.compile(r"(?<!\\)\\++boxed\s*+\{|\\.|[{}]", re.DOTALL)
 
 
 class AnswerOptions(ValueOptions):

@@ -130,9 +130,8 @@ class Producer:
         self._stopping = False
         self._ended = False
         self._fault: BaseException | None = None
-        self._idle_at: dict[
-            str, int
-        ] = {}  # idle task -> the change count that it waits to see followed
+        # idle task -> the change count that it waits to see followed
+        self._idle_at: dict[str, int] = {}
         self._idle_since: float | None = None
         self._idle_s = 0.0  # over the run, without the idle time that lasts still
         self._idle_read_s = 0.0  # the idle time when the metrics were read

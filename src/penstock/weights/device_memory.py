@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,11 +52,25 @@ class DeviceBytes:
 _EXPORTED: weakref.WeakValueDictionary[DeviceHandle, DeviceMemory] = weakref.WeakValueDictionary()
 
 
-class DeviceMemory:
+class _Memory:
+    """Memory of a GPU, released with the last tensor over it."""
+
+    def __init__(
+        self, device: torch.device, pointer: int, release: Callable[[torch.device, int], None]
+    ) -> None:
+        self._device, self._pointer = device, pointer
+        weakref.finalize(self, release, device, pointer).atexit = False
+
+    def tensor(self, size: int) -> tuple[torch.Tensor, object]:
+        """The first `size` bytes, and an object that lives as long as this tensor and its views."""
+        octets = DeviceBytes(self._pointer, size, self)
+        return torch.as_tensor(octets, device=self._device), octets
+
+
+class DeviceMemory(_Memory):
     """An allocation of this process; freed with the last tensor over it."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._device = device
         pointer = ctypes.c_uint64()
         with _context(device):
             code = _driver().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size))
@@ -68,12 +82,7 @@ class DeviceMemory:
                     f"weights: no room for {size / 1e9:.2f} GB on {device} ({_driver_error(code)}); "
                     "sync.kind=shared_memory keeps them in the host's memory"
                 )
-        self._pointer = pointer.value
-        weakref.finalize(self, _free, device, self._pointer).atexit = False
-
-    def tensor(self, size: int) -> tuple[torch.Tensor, object]:
-        """The first `size` bytes, and an object that lives as long as this tensor and its views."""
-        return _tensor(self._pointer, size, self._device, self)
+        super().__init__(device, pointer.value, _free)
 
     def export(self) -> DeviceHandle:
         """The handle by which other processes of this machine open the memory."""
@@ -90,32 +99,20 @@ class DeviceMemory:
         return exported
 
 
-class OpenedMemory:
+class OpenedMemory(_Memory):
     """Memory of another process, open as long as this object lives."""
 
     def __init__(self, handle: DeviceHandle) -> None:
-        self._device = _device_of(handle.uuid)
-        pointer = ctypes.c_uint64()
-        with _context(self._device):
+        device, pointer = _device_of(handle.uuid), ctypes.c_uint64()
+        with _context(device):
             code = _driver().cuIpcOpenMemHandle_v2(
                 ctypes.byref(pointer), _Handle.from_buffer_copy(handle.octets), _ENABLE_PEER_ACCESS
             )
         if code:
             raise WeightsGone(
-                f"memory of {self._device} that held weights is gone: {_driver_error(code)}"
+                f"memory of {device} that held weights is gone: {_driver_error(code)}"
             )
-        self._pointer = pointer.value
-        weakref.finalize(self, _close, self._device, self._pointer).atexit = False
-
-    def tensor(self, size: int) -> tuple[torch.Tensor, object]:
-        return _tensor(self._pointer, size, self._device, self)
-
-
-def _tensor(
-    pointer: int, size: int, device: torch.device, owner: object
-) -> tuple[torch.Tensor, object]:
-    octets = DeviceBytes(pointer, size, owner)
-    return torch.as_tensor(octets, device=device), octets
+        super().__init__(device, pointer.value, _close)
 
 
 def exported_memory(handle: DeviceHandle) -> DeviceMemory | None:

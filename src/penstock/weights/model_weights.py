@@ -21,9 +21,8 @@ from penstock.weights.digest import digest_of
 from penstock.weights.shared_memory import HEADER_BYTES, SHARED_MEMORY, Entry, layout_of, views
 
 FOLDER = "folder"  # the kind of a WeightHandle whose location is a folder of safetensors files
-CONTENT = (
-    "content"  # the kind of one whose location is the weights themselves, as safetensors bytes
-)
+# the kind of one whose location is the weights themselves, as safetensors bytes
+CONTENT = "content"
 Fetch = Callable[[WeightHandle], Iterable[tuple[str, torch.Tensor]]]
 
 
@@ -106,9 +105,8 @@ def load_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> No
     """Copy checked weights into the model; when this returns, `weights` may change."""
     parameters = dict(named_weights(model))
     new = [weights[name] for name in parameters]
-    torch._foreach_copy_(
-        list(parameters.values()), new
-    )  # on one GPU a few launches, not one for each
+    # on one GPU a few launches, not one for each
+    torch._foreach_copy_(list(parameters.values()), new)
     for device in {tensor.device for tensor in (*parameters.values(), *new) if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()  # a GPU copies asynchronously
 

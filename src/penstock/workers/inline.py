@@ -142,10 +142,7 @@ async def start(
     )
     engines = _engines(config, sync.fetch, events, config.num_engines)
 
-    async def clean_up() -> None:
-        sync.close()
-
-    return await start_workers(config, total_steps, events, trainer, engines, clean_up=clean_up)
+    return await start_workers(config, total_steps, events, trainer, engines, clean_up=sync.close)
 
 
 @asynccontextmanager

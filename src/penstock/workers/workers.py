@@ -22,7 +22,7 @@ from penstock.weights.protocol import Publish
 from penstock.workers.pool.pool import EnginePool
 from penstock.workers.pool.requests import Generate
 from penstock.workers.pool.weights import NodeCopies
-from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks, nothing
+from penstock.workers.supervise.supervised import Supervised, SupervisionCallbacks
 from penstock.workers.supervise.trainer import ColocatedTrainer, RestartingTrainer, publishes_after
 
 if TYPE_CHECKING:
@@ -122,14 +122,14 @@ async def all_or_first_error(
 async def start_or_close(
     starting: Awaitable[object],
     workers: Sequence[Supervised],
-    clean_up: Callable[[], Awaitable[None]] = nothing,
+    clean_up: Callable[[], None] = lambda: None,
 ) -> None:
     """Await the start of workers; if it fails or is stopped, close all of them, clean up and raise."""
     try:
         await starting
     except BaseException:  # a failed or stopped start: no worker may outlive it
         await asyncio.gather(*(worker.close() for worker in workers))
-        await clean_up()
+        clean_up()
         raise
 
 
@@ -164,7 +164,7 @@ async def start_engine_workers(
     publish: Publish,
     generate: Generate,
     *,
-    clean_up: Callable[[], Awaitable[None]] = nothing,
+    clean_up: Callable[[], None] = lambda: None,
     copies: NodeCopies | None = None,
 ) -> Engines:
     """Start engines without a trainer; `clean_up` runs after their end, or after a start that failed."""
@@ -188,7 +188,7 @@ async def start_engine_workers(
         if copies is not None:
             await copies.close()
         await pool.close()
-        await clean_up()
+        clean_up()
 
     return Engines(
         pool=pool,
@@ -213,7 +213,7 @@ async def start_workers(
     engines: list[Supervised],
     *,
     make_engine: Callable[[int], Supervised] | None = None,
-    clean_up: Callable[[], Awaitable[None]] = nothing,
+    clean_up: Callable[[], None] = lambda: None,
     copies: NodeCopies | None = None,
     start_agent: StartAgent | None = None,
 ) -> Workers:
@@ -259,7 +259,7 @@ async def start_workers(
         if copies is not None:
             await copies.close(trainer)
         await asyncio.gather(part.close(), *([pool.close()] if pool is not None else ()))
-        await clean_up()
+        clean_up()
 
     return Workers(
         engine=pool,

@@ -302,9 +302,8 @@ class OpenAIEngine:
                 stream.ended.set()
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
-        ends = (
-            self._end_ids if self._neutral else ()
-        )  # a server without vLLM's fields may refuse them
+        # a server without vLLM's fields may refuse them
+        ends = self._end_ids if self._neutral else ()
         body = completion_body(self._model, request, ends) | self._neutral
         if self._streaming:
             body |= STREAMED

@@ -231,9 +231,8 @@ class SandboxFactory:
 
     def end(self, pid: int) -> None:
         """Kill a sandbox and every process in it; they end at once, and `close` waits for the last."""
-        with contextlib.suppress(
-            SandboxError
-        ):  # the factory has ended, and all its sandboxes with it
+        # the factory has ended, and all its sandboxes with it
+        with contextlib.suppress(SandboxError):
             self._ask({"op": "end", "pid": pid})
 
     def _ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:

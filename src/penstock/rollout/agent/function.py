@@ -293,9 +293,8 @@ class FunctionAgent(AgentLoop):
             try:
                 async with deadline:
                     return await function(task, model, **self._options)
-            except (
-                Exception
-            ) as error:  # of the user's function: what it means depends on the limits
+            # of the user's function: what it means depends on the limits
+            except Exception as error:
                 if deadline.expired():
                     raise RewardError(
                         f"no result after {settings.timeout_s:g} s (timeout_s)"

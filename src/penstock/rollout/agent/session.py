@@ -113,9 +113,8 @@ class Session:
         thinking: str = "keep",
     ) -> None:
         self.rollout = rollout
-        self._try = copy.copy(
-            rollout
-        )  # with the seed of this try, also when the next one has begun
+        # with the seed of this try, also when the next one has begun
+        self._try = copy.copy(rollout)
         self.tree = CallTree(list(calls))
         self.limits = limits
         self.refused = ""  # why a call was refused: its length or its number

@@ -48,9 +48,6 @@ async def start(
 
     engines = [make_engine(number) for number in range(config.num_engines)]
 
-    async def clean_up() -> None:
-        folder.remove()
-
     return await start_workers(
         config,
         total_steps,
@@ -58,7 +55,7 @@ async def start(
         trainer,
         engines,
         make_engine=make_engine,
-        clean_up=clean_up,
+        clean_up=folder.remove,
     )
 
 
@@ -72,10 +69,7 @@ async def start_engines(
         for n in range(settings.num_producers)
     ]
 
-    async def clean_up() -> None:
-        free()
-
-    return await start_engine_workers(config, events, engines, publish, generate, clean_up=clean_up)
+    return await start_engine_workers(config, events, engines, publish, generate, clean_up=free)
 
 
 def _spawn_engine(

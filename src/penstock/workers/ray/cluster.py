@@ -95,9 +95,9 @@ async def start_engines(
         engines = [_make_engine(actors, n, adapters=True) for n in range(alone.num_producers)]
         publish, free = weights_of_here(config, ray.get_runtime_context().get_node_id())
 
-        async def clean_up() -> None:
+        def clean_up() -> None:
             free()
-            await actors.release()
+            actors.release()
 
         return await start_engine_workers(
             config, events, engines, publish, generate, clean_up=clean_up, copies=actors.copies
@@ -117,7 +117,7 @@ async def _placed(
         log_folder.mkdir(parents=True, exist_ok=True)
         yield actors
     except BaseException:  # a failed or stopped start: nothing stays reserved
-        await actors.release()
+        actors.release()
         raise
 
 
@@ -231,7 +231,7 @@ class _Actors:
         spawn = self._spawn_distributor
         self.copies = NodeCopies(spawn, self.config.launch, self.events)
 
-    async def release(self) -> None:
+    def release(self) -> None:
         """Give back the places, and end a cluster of this run."""
         self.placement.release()
         disconnect(self.ours)

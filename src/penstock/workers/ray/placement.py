@@ -28,9 +28,8 @@ Labels = dict[str, str]
 Options = dict[str, Any]  # Ray's options of an actor
 _FIRST_LOOK_S = 1.0
 _ANYWHERE = "anywhere"
-_ACCELERATOR = (
-    "accelerator_type:"  # Ray's resource of a node with such a GPU, and how much to ask of it
-)
+# Ray's resource of a node with such a GPU, and how much to ask of it
+_ACCELERATOR = "accelerator_type:"
 _TRACE = 0.001
 _NOT_NAMED = ("CPU", "GPU", "memory", "object_store_memory")
 

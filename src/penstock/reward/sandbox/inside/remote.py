@@ -26,12 +26,8 @@ _VIEWS = (type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items()))
 CHANGED = "; the call changed its argument, and tests see arguments as they were before the call"
 
 
-def _call(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs)
-
-
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": _call,
+    "call": lambda function, args, kwargs: function(*args, **kwargs),
     "getattr": getattr,
     "setattr": setattr,
     "getitem": operator.getitem,
@@ -64,8 +60,11 @@ class SolutionServer:
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             if request["op"] == "names":
-                return {"value": [self._named(name) for name in request["names"]]}
-            arguments = [wire.decode(form, self._find) for form in request["args"]]
+                known = self._namespace
+                names = request["names"]
+                values = [[self._encode(known[n])] if n in known else None for n in names]
+                return {"value": values}
+            arguments = [wire.decode(form, self._objects.__getitem__) for form in request["args"]]
             reply = {"value": self._encode(_OPERATIONS[request["op"]](*arguments))}
             if request["op"] == "call":
                 after = [self._encode(a) if type(a) in _MUTABLE else None for a in arguments[1]]
@@ -80,12 +79,6 @@ class SolutionServer:
                 return {"raise": names, "text": str(error)[:500]}
             except Exception:  # a hostile __str__
                 return {"raise": names, "text": "unprintable"}
-
-    def _named(self, name: str) -> Any:
-        return [self._encode(self._namespace[name])] if name in self._namespace else None
-
-    def _find(self, handle: int) -> Any:
-        return self._objects[handle]
 
     def _encode(self, value: Any) -> Any:
         return wire.encode(value, self._keep)

@@ -76,14 +76,8 @@ ABSENT: Table = {"clone3": (435, 435), "openat2": (437, 437)}  # ENOSYS: libc ta
 
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC: nothing that another process can see
 _FCNTLS = (0, 1, 2, 3, 4, 1030)
-_IOCTLS = (
-    0x5401,
-    0x5413,
-    0x541B,
-    0x5421,
-    0x5450,
-    0x5451,
-)  # tty questions, FIONREAD, FIONBIO, cloexec
+# tty questions, FIONREAD, FIONBIO, cloexec
+_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 
 
 def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

@@ -240,10 +240,6 @@ def _text(content: Any, most: int) -> str:
     return content
 
 
-def read_int(content: Any) -> int:
-    return int(_text(content, MAX_INT_BITS // 4 + 4), 16)
-
-
 def _float(content: Any) -> float:
     return float(_text(content, 40))
 
@@ -254,7 +250,7 @@ def _range(content: Any) -> range:
 
 
 _LEAVES: dict[str, Callable[[Any], Any]] = {
-    "int": read_int,
+    "int": lambda content: int(_text(content, MAX_INT_BITS // 4 + 4), 16),
     "float": _float,
     "bytes": lambda content: bytes.fromhex(_text(content, 1 << 30)),
     "complex": lambda content: complex(*map(_float, _list(content, 2))),
