@@ -248,7 +248,7 @@ class ChatTemplate:
 
     def encode_rendered(self, text: str) -> np.ndarray:
         """The ids of one rendered prompt, int32, as `encode` makes them."""
-        return self._ids(text, add_special_tokens=not self.has_template)
+        return self.encode_text(text, add_special_tokens=not self.has_template)
 
     def render(
         self,
@@ -368,11 +368,8 @@ class ChatTemplate:
     def _folder(self) -> str:
         return repr(str(getattr(self.tokenizer, "name_or_path", "") or self._model))
 
-    def encode_text(self, text: str) -> np.ndarray:
+    def encode_text(self, text: str, *, add_special_tokens: bool = False) -> np.ndarray:
         """The ids of text, int32, with nothing added (rendered turns, text streams)."""
-        return self._ids(text, add_special_tokens=False)
-
-    def _ids(self, text: str, *, add_special_tokens: bool) -> np.ndarray:
         pieces = text.split(_CUT) if self.has_template else [text]
         encoded = self.tokenizer(pieces, add_special_tokens=add_special_tokens, verbose=False)
         return np.asarray([token for ids in encoded["input_ids"] for token in ids], dtype=np.int32)

@@ -102,26 +102,27 @@ class RewardModel(Reward):
             while len(batch) < self._settings.batch_size and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
             batch = [(item, future) for item, future in batch if not future.cancelled()]
-            if batch:
-                items = [item for item, _ in batch]
-                scores: list[float] = []
-                reason = "the reward model was closed"  # unless there is another
-                try:
-                    async with self._process.lend() as process:
-                        reply = await process.ask(items, self._settings.timeout_s)
-                    scores = _read(reply, len(items))
-                except ProcessSlow:
-                    reason = f"no scores after {self._settings.timeout_s:g} s (timeout_s)"
-                except RunError as error:  # it did not start, or ended, or refused
-                    reason = str(error)
-                finally:
-                    for number, (_, future) in enumerate(batch):
-                        if future.done():
-                            continue  # its rollout was cancelled
-                        if scores:
-                            future.set_result(scores[number])
-                        else:
-                            future.set_exception(RewardError(reason))
+            if not batch:
+                continue
+            items = [item for item, _ in batch]
+            scores: list[float] = []
+            reason = "the reward model was closed"  # unless there is another
+            try:
+                async with self._process.lend() as process:
+                    reply = await process.ask(items, self._settings.timeout_s)
+                scores = _read(reply, len(items))
+            except ProcessSlow:
+                reason = f"no scores after {self._settings.timeout_s:g} s (timeout_s)"
+            except RunError as error:  # it did not start, or ended, or refused
+                reason = str(error)
+            finally:
+                for number, (_, future) in enumerate(batch):
+                    if future.done():
+                        continue  # its rollout was cancelled
+                    if scores:
+                        future.set_result(scores[number])
+                    else:
+                        future.set_exception(RewardError(reason))
 
     def _command(self) -> list[str]:
         settings = self._settings.model_dump_json()

@@ -74,23 +74,26 @@ class Watchdog:
             due = [wait for wait in self._waits.leaves() if self._next_look(wait) <= now]
             wait = min(due, key=lambda wait: wait.since, default=None)
             if wait is not None:
-                before, responder = self._glance_at(wait), wait.responder
-                progress = await self._ask(self._workers.progress_of, responder)
-                activity = await self._ask(self._workers.activity_of, responder)
-                seconds = activity if isinstance(activity, float) else None
-                look = _Look(self._waits.clock(), progress, seconds)
-                if wait.until is None:
-                    if before is None:
-                        self._looks[responder, wait.what] = look
-                    elif look.moved_on(before):
-                        self._moved[responder] = look.at
-                    else:
-                        busy = look.is_busy(before)
-                        await self._act(
-                            wait, busy=busy, proven=look.progress is not None and not busy
-                        )
+                await self._look_at(wait)
             elif self._is_deadlock():
                 await self._act(None, busy=False, proven=False)
+
+    async def _look_at(self, wait: OpenWait) -> None:
+        """Take the first look, to compare with; at the second, act unless the responder progressed."""
+        before, responder = self._glance_at(wait), wait.responder
+        progress = await self._ask(self._workers.progress_of, responder)
+        activity = await self._ask(self._workers.activity_of, responder)
+        seconds = activity if isinstance(activity, float) else None
+        look = _Look(self._waits.clock(), progress, seconds)
+        if wait.until is not None:
+            return  # the responder has answered meanwhile
+        if before is None:
+            self._looks[responder, wait.what] = look
+        elif look.moved_on(before):
+            self._moved[responder] = look.at
+        else:
+            busy = look.is_busy(before)
+            await self._act(wait, busy=busy, proven=look.progress is not None and not busy)
 
     def _wait_s(self) -> float:
         now, stall_s = self._waits.clock(), self._settings.stall_s

@@ -60,14 +60,6 @@ class _TurnEnding:
     text: str  # behind it, up to where the next answer begins
 
 
-@dataclass(slots=True, frozen=True)
-class _Proof:
-    """Whether turns of one kind can be continued."""
-
-    failure: str  # empty: they can
-    tail: str = ""
-
-
 class Bridge:
     """Renders, continues and parses the conversations of one task, with its tokenizer."""
 
@@ -87,11 +79,11 @@ class Bridge:
         kind = "user"
         if call.answer.get("tool_calls"):
             kind = "tool after words" if text_of(call.answer).strip() else "tool"
-        proof = self._proofs[kind]
-        if proof.failure:
+        failure, tail = self._proofs[kind]
+        if failure:
             return None
         ending = self._after_end(_stand_in(call.answer), added, json.loads(call.tools or "[]"))
-        if ending is None or ending.tail != proof.tail:  # a role that writes before the end token
+        if ending is None or ending.tail != tail:  # a role that writes before the end token
             return None
         last = int(call.token_ids[-1]) if len(call.token_ids) else -1
         ids = self._chat.encode_text(ending.text)
@@ -142,7 +134,7 @@ class Bridge:
     @property
     def proof(self) -> dict[str, str]:
         """Why a turn of each kind cannot be continued; empty: it was proved."""
-        return {kind: proof.failure for kind, proof in self._proofs.items()}
+        return {kind: failure for kind, (failure, _) in self._proofs.items()}
 
     def rendered_whole(self) -> list[tuple[str, str]]:
         """(what is rendered whole, why) for the turns that cannot be continued, by reason."""
@@ -159,7 +151,7 @@ class Bridge:
         ]
 
     @cached_property
-    def _proofs(self) -> dict[str, _Proof]:
+    def _proofs(self) -> dict[str, tuple[str, str]]:
         question = {"role": "user", "content": "and now?"}
         result = {"role": "tool", "content": "4", "tool_call_id": "c00000000"}
         call = {"tool_calls": [_example_call("add", "c00000000", "nine")]}
@@ -169,13 +161,16 @@ class Bridge:
             "tool after words": self._prove(result, {"content": "nine", **call}),
         }
 
-    def _prove(self, new: Message, fields: Message) -> _Proof:
-        """Compare a continuation with the rendering of a longer conversation with another answer."""
+    def _prove(self, new: Message, fields: Message) -> tuple[str, str]:
+        """Compare a continuation with the rendering of a longer conversation with another answer.
+
+        Return why such turns cannot be continued, empty if they can, and what stands before their end token.
+        """
         answer = {"role": "assistant", **fields}
         tools = [_EXAMPLE_TOOL] if fields.get("tool_calls") else []
         ending = self._after_end(_stand_in(answer), [new], tools)
         if ending is None:
-            return _Proof("the chat template writes no end token behind an answer, or refuses it")
+            return "the chat template writes no end token behind an answer, or refuses it", ""
         before = [
             {"role": "user", "content": "first"},
             {"role": "assistant", "content": "one"},
@@ -184,12 +179,12 @@ class Bridge:
         whole = self._text([*before, answer, new], tools)
         head = whole[: len(whole) - len(ending.text)]
         if not whole.endswith(ending.text) or not head.endswith(ending.tail + ending.end):
-            return _Proof("the chat template writes a turn differently in a longer conversation")
+            return "the chat template writes a turn differently in a longer conversation", ""
         ids, first = self._chat.encode_rendered(whole), self._chat.encode_rendered(head)
         joined = np.concatenate([first, self._chat.encode_text(ending.text)])
         if not np.array_equal(ids, joined):
-            return _Proof("the tokenizer joins tokens across the end of an answer")
-        return _Proof("", ending.tail)
+            return "the tokenizer joins tokens across the end of an answer", ""
+        return "", ending.tail
 
     # -- from ids --------------------------------------------------------------------------------
 
