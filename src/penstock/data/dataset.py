@@ -76,7 +76,6 @@ class Dataset:
         longest: int = 0,
         longest_kept: int = 0,
     ) -> None:
-        assert len(examples) == len(token_ids)
         self.name = name
         self.source = source  # the `data` of the task
         self.content = content  # all lines, also those that were skipped

@@ -227,19 +227,18 @@ class Records:
                 for number, record in _named_faults(path, read(path, self._parts)):
                     yield before + number, record
                 before += number
+        elif self.data.startswith(reasoning_gym.PREFIX):
+            problems = reasoning_gym.load(self.data, self._options, self._seed)
+            yield from self._numbered(self.data, "line", problems)
         else:
-            yield from self._numbered(self.data, "line", self._generated())
+            problems = builtin.load(self.data, self._options)
+            yield from self._numbered(self.data, "line", problems)
 
     def _numbered(self, name: str, unit: str, records: Iterable[object]) -> Iterator[Row]:
         self._starts.append((0, name, unit))
         for number, record in enumerate(records, start=1):
             self._parts.add(json.dumps(record, sort_keys=True).encode())
             yield number, record
-
-    def _generated(self) -> list[builtin.Record]:
-        if self.data.startswith(reasoning_gym.PREFIX):
-            return reasoning_gym.load(self.data, self._options, self._seed)
-        return builtin.load(self.data, self._options)
 
     def _hub_rows(self, name: str) -> Iterator[object]:
         for option in self._options:

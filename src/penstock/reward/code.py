@@ -77,16 +77,14 @@ class CodeReward(Reward):
         read_tests(prompt.test_cases)  # broken test cases are a fault, whatever the response is
         if rollout.finish_reason == "length":
             return self._score(False, 0.0, "truncated")
-        extract = self._extract(rollout.text)
+        in_block = self._settings.source == "block"
+        extract = python_block(rollout.text) if in_block else Extract(rollout.text, True)
         if extract.answer is None:
             return self._score(extract.format_ok, 0.0, extract.note)
         verdict = await self._verify(prompt, extract.answer)
         share = verdict.result.count(PASS) / len(verdict.result)
         score = self._score(extract.format_ok, share, _note(verdict))
         return replace(score, parsed=extract.answer, tests=tuple(verdict.result))
-
-    def _extract(self, text: str) -> Extract:
-        return python_block(text) if self._settings.source == "block" else Extract(text, True)
 
     async def _verify(self, prompt: Prompt, source: str) -> Verdict:
         assert prompt.test_cases is not None

@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 
 from penstock.config.server_url import server_url
-from penstock.errors import RewardError, UserError
+from penstock.errors import RewardError
 
 MAX_REPLY_BYTES = 64 << 20
 MAX_BACKOFF_S = 30.0
@@ -46,8 +46,6 @@ class RetryingClient:
         unreachable: type[RewardError] = RewardError,
     ) -> None:
         """kind: what the servers are, for messages; unreachable: raised if none answers."""
-        if not urls:
-            raise UserError(f"{kind}: got no URL, allowed: at least one")
         self._kind, self._route, self._unreachable = kind, route, unreachable
         self._urls = [server_url(kind, url).removesuffix(route) for url in urls]
         self._turn = itertools.cycle(range(len(self._urls)))

@@ -451,8 +451,6 @@ class Producer:
 def _check(
     tasks: Sequence[ProduceTask], buffer: ReplayBuffer, groups_per_step: int, interval: int
 ) -> None:
-    if not tasks:
-        raise UserError("producer: got no tasks, allowed: at least one")
     bound = buffer.max_groups_per_task
     if 0 < bound < groups_per_step:
         raise UserError(

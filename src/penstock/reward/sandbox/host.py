@@ -328,10 +328,16 @@ class Sandbox:
     ) -> None:
         """Start a job without waiting for its result."""
         facts = self.facts
+        own_user = "user" in facts["namespaces"] or facts["uid"] != os.geteuid()
+        limits = limits | {
+            "seccomp": facts["arch"] is not None,
+            "scratch": self._factory.mode.namespaces,
+            "tasks": limits["tasks"] if own_user else None,
+        }
         self._busy = True
         self._link.settimeout(GRACE_S)
         try:
-            wire.send(self._link, job | {"limits": self._adapt(limits, facts)}, descriptors)
+            wire.send(self._link, job | {"limits": limits}, descriptors)
         except (wire.Closed, TimeoutError):
             raise SandboxLost from None
 
@@ -345,14 +351,6 @@ class Sandbox:
             return Outcome(**fields, stdout=stdout, stderr=stderr, report=report)
         except (wire.Closed, TimeoutError, OSError):
             raise SandboxLost from None
-
-    def _adapt(self, limits: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-        own_user = "user" in facts["namespaces"] or facts["uid"] != os.geteuid()
-        return limits | {
-            "seccomp": facts["arch"] is not None,
-            "scratch": self._factory.mode.namespaces,
-            "tasks": limits["tasks"] if own_user else None,
-        }
 
     def stop(self) -> None:
         """Let no process of a submission run on; the sandbox itself may end later."""

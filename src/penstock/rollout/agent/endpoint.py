@@ -145,10 +145,7 @@ async def respond(
     lines = []
     for name, data in events:
         lines.append(f"event: {name}\n" if name else "")
-        lines.append(f"data: {_text(data)}\n\n")
+        text = data if isinstance(data, str) else json.dumps(data)
+        lines.append(f"data: {text}\n\n")
     headers = {"Cache-Control": "no-cache"}
     return calls, Response("".join(lines), media_type="text/event-stream", headers=headers)
-
-
-def _text(data: Any) -> str:
-    return data if isinstance(data, str) else json.dumps(data)

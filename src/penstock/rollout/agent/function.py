@@ -374,10 +374,20 @@ class Pool:
 
 async def _call(process: LineProcess, task: Task, model: Model, **options: Any) -> Any:
     """Make one rollout in the process; its tools ask the session in between."""
-    answer = await process.ask({**_request(task, model), "options": options})
+    session = session_of(model)
+    request = {
+        "task": asdict(task),
+        "base_url": model.base_url,
+        "api_key": model.api_key,
+        "name": model.name,
+        "seed": model.seed,
+        "tool_timeout_s": session.limits.tool_timeout_s,
+        "options": options,
+    }
+    answer = await process.ask(request)
     while "tool" in answer:
         try:
-            permission = await session_of(model).answer_tool(answer)
+            permission = await session.answer_tool(answer)
         except BaseException:  # the process is in the middle of its rollout
             await process.kill()
             raise
@@ -433,14 +443,3 @@ class Command:
 def guarded(python: str, *words: str) -> tuple[str, ...]:
     """The command line of a process that ends, with those it starts, when this one has ended."""
     return (python, str(INSIDE), str(os.getpid()), *words)
-
-
-def _request(task: Task, model: Model) -> dict[str, Any]:
-    return {
-        "task": asdict(task),
-        "base_url": model.base_url,
-        "api_key": model.api_key,
-        "name": model.name,
-        "seed": model.seed,
-        "tool_timeout_s": session_of(model).limits.tool_timeout_s,
-    }

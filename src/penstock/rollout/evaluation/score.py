@@ -191,7 +191,10 @@ async def _score_all(
 ) -> ScoreSummary:
     summary, started = ScoreSummary(), time.monotonic()
     try:
-        async for group, outcomes in _in_order(_groups(records, reward.needs_group), reward):
+        # one by one, or neighbours of one group together
+        whole = reward.needs_group
+        keyed = groupby(records, lambda record: record.group if whole else record.number)
+        async for group, outcomes in _in_order((list(some) for _, some in keyed), reward):
             for record, (score, error, seconds) in zip(group, outcomes, strict=True):
                 summary.add(score)
                 target.write(json.dumps(_output(record, score, error, seconds)) + "\n")
@@ -203,12 +206,6 @@ async def _score_all(
 
 
 Scored = tuple[Score | None, str, float]  # (score or None, reason for None, seconds)
-
-
-def _groups(records: list[Record], whole: bool) -> Iterator[list[Record]]:
-    """Yield records one by one or, with `whole`, neighbours of one group together."""
-    for _, group in groupby(records, lambda record: record.group if whole else record.number):
-        yield list(group)
 
 
 async def _in_order(

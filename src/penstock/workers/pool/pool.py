@@ -71,8 +71,6 @@ class EnginePool:
         generate: gets the answers of one engine, where a plain call is not enough.
         shares_gpu: with the trainer: engines wake, start and load in their turn.
         """
-        if not supervised:
-            raise EngineError("engine pool: got 0 engines, allowed: at least 1")
         self._events, self._make, self._generate = events, make, generate
         self._weights = NewestWeights(copies, renew, events.confirmed)
         self._update = update
@@ -456,13 +454,13 @@ class EnginePool:
         async with self._switching_with_gpu():
             handle = self._weights.handle
             assert handle is not None
-            call = partial(self._load_into, handle)
             engines = self._in(EngineState.SERVING)
             rounds = [engines] if self._update == "together" else [[engine] for engine in engines]
-            return [digest for some in rounds for digest in await self._each(call, some)]
 
-    async def _load_into(self, handle: WeightHandle, engine: Engine) -> str:
-        return await self._weights.load(engine, handle, engine.supervised.call)
+            def load(engine: Engine) -> Awaitable[str]:
+                return self._weights.load(engine, handle, engine.supervised.call)
+
+            return [digest for some in rounds for digest in await self._each(load, some)]
 
     @contextlib.asynccontextmanager
     async def _switching_with_gpu(self) -> AsyncIterator[None]:

@@ -339,23 +339,19 @@ def early_workers(config: Config) -> Iterator[None]:
 
     Only workers that are started inside the block, also in its tasks and threads, take them.
     """
-    early = dict[str, WorkerProcess]()
+    early, no_log = dict[str, WorkerProcess](), Path(os.devnull)
     token = EARLY.set(early)
     try:
         if config.launch.kind == "local":
-            for name, threads, imports in _first_workers(config):
-                early[name] = WorkerProcess.spawn(Path(os.devnull), threads, imports)
+            for rank, name in enumerate(trainer_names(config)[:_MOST_ENGINES]):
+                imports = trainer_imports(config, rank)
+                early[name] = WorkerProcess.spawn(no_log, config.train.threads, imports)
+            for number in range(min(config.num_engines, _MOST_ENGINES)):
+                if imports := engine_imports(config, number):
+                    threads = config.of_engine(number).engine.threads
+                    early[f"engine-{number}"] = WorkerProcess.spawn(no_log, threads, imports)
         yield
     finally:
         EARLY.reset(token)
         while early:
             early.popitem()[1].discard()
-
-
-def _first_workers(config: Config) -> Iterator[tuple[str, int, list[str]]]:
-    ranks = trainer_names(config)[:_MOST_ENGINES]
-    for rank, name in enumerate(ranks):
-        yield name, config.train.threads, trainer_imports(config, rank)
-    for number in range(min(config.num_engines, _MOST_ENGINES)):
-        if imports := engine_imports(config, number):
-            yield f"engine-{number}", config.of_engine(number).engine.threads, imports

@@ -163,7 +163,10 @@ class ActorAgentLoop(AgentLoop):
     async def generate_group(
         self, rollouts: list[Rollout], *, enable_partial_rollout: bool = False
     ) -> list[Rollout]:
-        actor = min(self._groups, key=self._by_load)
+        actor = min(
+            self._groups,
+            key=lambda a: (a.given_up is not None, a.worker is None, self._groups[a]),
+        )
         self._groups[actor] += 1
         try:
             if actor.worker is None:
@@ -184,9 +187,6 @@ class ActorAgentLoop(AgentLoop):
                 raise
         finally:
             self._groups[actor] -= 1
-
-    def _by_load(self, actor: Supervised) -> tuple[bool, bool, int]:
-        return actor.given_up is not None, actor.worker is None, self._groups[actor]
 
     async def pause(self) -> None:
         living = [actor.worker for actor in self._groups if actor.worker is not None]
