@@ -37,11 +37,10 @@ def addition(split: str, *, low: int = 10, high: int = 99, size: int = 0) -> lis
     wanted = split == "heldout"
     pairs = [(a, b) for a in numbers for b in numbers if is_heldout(a, b) is wanted]
     pairs.sort(key=lambda pair: _pair_hash(pair[0], pair[1], salt="order"))
-    return [_addition_record(a, b) for a, b in pairs[: size or None]]
-
-
-def _addition_record(a: int, b: int) -> Record:
-    return {"messages": [{"role": "user", "content": f"{a}+{b}"}], "gt_answer": str(a + b)}
+    return [
+        {"messages": [{"role": "user", "content": f"{a}+{b}"}], "gt_answer": str(a + b)}
+        for a, b in pairs[: size or None]
+    ]
 
 
 def _pair_hash(a: int, b: int, salt: str = "split") -> float:

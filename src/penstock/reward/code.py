@@ -147,20 +147,16 @@ class VerificationClient(RetryingClient):
             "timeout": timeout_s,
             "stop_at_failure": stop_at_failure,
         }
-        return _read_verdict(*await self.ask(request))
-
-
-def _read_verdict(url: str, reply: bytes) -> Verdict:
-    """Read a reply; refuse any other form, so that a protocol error never looks like a zero."""
-    try:
-        fields = json.loads(reply)
-        result, metadata = fields["result"], fields["metadata"]
-    except (ValueError, TypeError, KeyError):
-        raise RewardError(f"verification server {url}: the reply is not a verdict") from None
-    valid = isinstance(result, list) and bool(result) and set(map(repr, result)) <= _CODES
-    if not valid or not isinstance(metadata, list) or len(metadata) != len(result):
-        raise RewardError(f"verification server {url}: got result {str(result)[:100]}")
-    return Verdict(result, metadata)
+        url, reply = await self.ask(request)
+        try:  # any other form is refused, so that a protocol error never looks like a zero
+            fields = json.loads(reply)
+            result, metadata = fields["result"], fields["metadata"]
+        except (ValueError, TypeError, KeyError):
+            raise RewardError(f"verification server {url}: the reply is not a verdict") from None
+        valid = isinstance(result, list) and bool(result) and set(map(repr, result)) <= _CODES
+        if not valid or not isinstance(metadata, list) or len(metadata) != len(result):
+            raise RewardError(f"verification server {url}: got result {str(result)[:100]}")
+        return Verdict(result, metadata)
 
 
 def _note(verdict: Verdict) -> str:

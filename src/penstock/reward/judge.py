@@ -118,7 +118,9 @@ class Judge(Reward):
         """The judge's number for one response."""
         low, high = self._settings.scale
         text, verdict = await self._ask({**_question(prompt), "response": rollout.text})
-        number = _number(verdict)
+        if not re.fullmatch(r"[+-]?\d{1,9}(\.\d{0,9})?", verdict, re.ASCII):
+            raise RewardError(f"the judge gave {verdict[:100]!r}, allowed: a number")
+        number = float(verdict)
         if not low <= number <= high:
             raise RewardError(f"the judge gave {number:g}, allowed: {low:g} to {high:g}")
         return Score(value=(number - low) / (high - low), note=text[-MOST_NOTE:])
@@ -262,9 +264,3 @@ def _question(prompt: Prompt) -> dict[str, Any]:
     messages = [f"{message['role']}: {message['content']}" for message in prompt.messages]
     reference = {} if prompt.gt_answer is None else {"reference": str(prompt.gt_answer)}
     return {"question": messages, **reference}
-
-
-def _number(verdict: str) -> float:
-    if not re.fullmatch(r"[+-]?\d{1,9}(\.\d{0,9})?", verdict, re.ASCII):
-        raise RewardError(f"the judge gave {verdict[:100]!r}, allowed: a number")
-    return float(verdict)

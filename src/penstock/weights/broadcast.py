@@ -35,17 +35,24 @@ class WeightGroup:
         backend: str = "gloo",
     ) -> None:
         """If the members meet on the loopback interface, gloo stays there too."""
-        host = getattr(store, "host", "")
         self._rank = rank
         self._store = store  # the members meet there, so it lives as long as the group
         self._device, self._staging = torch.device("cpu"), torch.empty(0, dtype=torch.uint8)
+        self._group: Any
+        prefixed, limit = dist.PrefixStore(name, store), timedelta(seconds=timeout_s)
+        host = getattr(store, "host", "")
         if backend == "nccl":
             self._device = torch.device("cuda", torch.cuda.current_device())
-        make = _nccl_group if backend == "nccl" else _gloo_group
-        limit = timedelta(seconds=timeout_s)
-        self._group = make(
-            dist.PrefixStore(name, store), rank, world, limit, host if is_loopback(host) else ""
-        )
+            options: Any = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            self._group = dist.ProcessGroupNCCL(prefixed, rank, world, options)
+        elif is_loopback(host):
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            options._timeout = limit
+            self._group = dist.ProcessGroupGloo(prefixed, rank, world, options)
+        else:
+            self._group = dist.ProcessGroupGloo(prefixed, rank, world, limit)
 
     @classmethod
     def join(cls, rank: int, world: int, address: str, port: int, timeout_s: float) -> WeightGroup:
@@ -77,7 +84,11 @@ class WeightGroup:
         One bucket at a time: others under way would keep the group of a dead member open until they
         time out.
         """
-        bucket = octets if octets.device == self._device else self._staged(len(octets))
+        bucket = octets
+        if octets.device != self._device:
+            if not len(self._staging):
+                self._staging = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=self._device)
+            bucket = self._staging[: len(octets)]
         if bucket is not octets and self._rank == 0:
             bucket.copy_(octets)
         options = dist.BroadcastOptions()
@@ -87,11 +98,6 @@ class WeightGroup:
             torch.cuda.current_stream(self._device).synchronize()
         if bucket is not octets and self._rank != 0:
             octets.copy_(bucket)
-
-    def _staged(self, size: int) -> torch.Tensor:
-        if not len(self._staging):
-            self._staging = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=self._device)
-        return self._staging[:size]
 
 
 def open_store(
@@ -126,18 +132,3 @@ def is_loopback(address: str) -> bool:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
-
-
-def _gloo_group(store: Any, rank: int, world: int, timeout: timedelta, address: str) -> Any:
-    if not address:
-        return dist.ProcessGroupGloo(store, rank, world, timeout)
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timeout
-    return dist.ProcessGroupGloo(store, rank, world, options)
-
-
-def _nccl_group(store: Any, rank: int, world: int, timeout: timedelta, address: str) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, world, options)

@@ -54,16 +54,13 @@ class SupervisedWorkers:
         if name == "trainer" or name.startswith("distributor"):
             return await worker.progress("progress")
         stats: EngineStats | None = await worker.progress("stats")
-        if stats is not None and stats.paused and not self._is_asked(name):
-            return loop_time()  # a paused engine that answers is alive
-        return stats.tokens_generated if stats is not None and stats.live else None
-
-    def _is_asked(self, name: str) -> bool:
-        """Whether a worker owes an answer that its pause does not delay."""
-        return any(
+        owes_answer = any(  # that its pause does not delay
             wait.responder == name and wait.what is not WaitKind.GENERATE
             for wait in self.events.waits.open.values()
         )
+        if stats is not None and stats.paused and not owes_answer:
+            return loop_time()  # a paused engine that answers is alive
+        return stats.tokens_generated if stats is not None and stats.live else None
 
     async def activity_of(self, name: str) -> float | None:
         """The seconds of work that a worker's process has spent; None if unknown."""

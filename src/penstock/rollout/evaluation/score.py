@@ -114,7 +114,11 @@ def score_file(
     if not records:
         raise UserError(f"{path}: got no line, allowed: one JSON object a line")
     named = [RewardConfig(type=reward, options=options or {})]
-    scorer = build_reward(named, max_tokens=MAX_TOKENS, is_chat=_has_messages(records[0]))
+    fields = records[0].prompt.extra
+    prompt = fields.get("messages", fields.get("prompt"))
+    # a run writes messages for any data
+    is_chat = isinstance(prompt, list) and "rollout_id" not in fields
+    scorer = build_reward(named, max_tokens=MAX_TOKENS, is_chat=is_chat)
     with contextlib.ExitStack() as stack:
         target = stack.enter_context(out.open("w", encoding="utf-8")) if out else sys.stdout
         show = stack.enter_context(files.progress_bar("scoring", console))
@@ -123,13 +127,6 @@ def score_file(
     for line in summary.lines():
         console.print(line, highlight=False)
     return summary
-
-
-def _has_messages(record: Record) -> bool:
-    """Whether the lines are data of messages; a run writes messages for any data."""
-    fields = record.prompt.extra
-    prompt = fields.get("messages", fields.get("prompt"))
-    return isinstance(prompt, list) and "rollout_id" not in fields
 
 
 def _read_record(number: int, line: str) -> Record:

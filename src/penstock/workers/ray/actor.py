@@ -131,7 +131,14 @@ class ServingActor:
     def __init__(self, name: str, log_path: str, threads: int) -> None:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        self._logs_to_run = _write_log_to(Path(log_path))
+        self._logs_to_run = False  # unless the run's folder is on this node
+        with contextlib.suppress(OSError):
+            descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            self._logs_to_run = True
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         self._name, self._server = name, RpcServer(name)
         # holds a port, for the case that this is rank 0 of the trainer
@@ -171,19 +178,6 @@ class ServingActor:
 
     async def forever(self) -> None:
         await asyncio.Event().wait()
-
-
-def _write_log_to(path: Path) -> bool:
-    """Redirect the output to the run's own log; return False if its folder is not on this node."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError:
-        return False
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    return True
 
 
 class ActorWorker:
@@ -246,20 +240,17 @@ class ActorWorker:
             answer = await getattr(self._actor, method).remote(*args)
             error, result = pickle.loads(answer) if isinstance(answer, bytes) else answer
         except RayError as fault:
-            raise self._translated(fault) from None
+            if isinstance(fault, ACTOR_IS_GONE) and not isinstance(fault, RayTaskError):
+                ray.kill(self._actor)  # an actor that cannot be reached must not come back
+                raise WorkerDied(f"{self.name}: {why(fault)}") from None
+            self._log(str(fault))
+            failed = PartFailed(f"{self.name}: {why(fault)}")
+            raise with_log_path(failed, self._log_path) from None
         if error is None:
             return result
         if not self._logs_to_run:
             self._log("\n".join(getattr(error, "__notes__", [])))
         raise with_log_path(error, self._log_path)
-
-    def _translated(self, fault: RayError) -> Exception:
-        """Our error for one of Ray's: the actor's exception, its end, or a fault of Ray itself."""
-        if isinstance(fault, ACTOR_IS_GONE) and not isinstance(fault, RayTaskError):
-            ray.kill(self._actor)  # an actor that cannot be reached must not come back
-            return WorkerDied(f"{self.name}: {why(fault)}")
-        self._log(str(fault))
-        return with_log_path(PartFailed(f"{self.name}: {why(fault)}"), self._log_path)
 
     def _log(self, text: str) -> None:
         append_to_log(self._log_path.parent, self._log_path.stem, text)

@@ -300,40 +300,37 @@ class Placement:
         check_fit(self._settings, nodes, self._agent_need(), self._num_agents)
 
     async def _reserve_all(self) -> None:
+        """Reserve the slots of the trainer, with engines that share its devices, then those of other engines."""
         settings, (packed, spread) = self._settings, bundles(self._settings)
-        taken = await self._reserve_packed(packed) if packed else []
+        places = [settings.engine_ray_options(number) for number in range(settings.num_producers)]
+        taken: list[tuple[str, Need]] = []  # node -> a bundle that is there
+        if packed:
+            group = self._add(Reservation(packed, "PACK", is_shared=settings.colocate))
+            await group.ready()
+            share = 2 if settings.colocate else 1  # two actors see the same device
+            rank = settings.ray_options_of("consumers")
+            self.consumers = [
+                PlacementSlot(group, number, rank.num_cpus, rank.num_gpus / share)
+                for number in range(settings.num_consumers)
+            ]
+            if settings.colocate:
+                self.producers = [
+                    PlacementSlot(group, n, place.num_cpus, place.num_gpus / share, place)
+                    for n, place in enumerate(places)
+                ]
+            taken = [(await group.node(number), need) for number, need in enumerate(packed)]
         if settings.colocate:
             return
-        targets = spread_over(_living_nodes(), list(zip(taken, packed, strict=True)), spread)
+        targets = spread_over(_living_nodes(), taken, spread)
         groups = [
             self._add(Reservation([asked], "SPREAD", target=target))
             for asked, target in zip(spread, targets, strict=True)
         ]
         await asyncio.gather(*(group.ready() for group in groups))
-        places = [settings.engine_ray_options(number) for number in range(settings.num_producers)]
         self.producers = [
             PlacementSlot(group, 0, place.num_cpus, place.num_gpus, place)
             for group, place in zip(groups, places, strict=True)
         ]
-
-    async def _reserve_packed(self, packed: list[Need]) -> list[str]:
-        """Reserve the slots of the trainer, and of engines that share its devices; the node of each."""
-        settings = self._settings
-        packed_group = self._add(Reservation(packed, "PACK", is_shared=settings.colocate))
-        await packed_group.ready()
-        share = 2 if settings.colocate else 1  # two actors see the same device
-        rank = settings.ray_options_of("consumers")
-        places = [settings.engine_ray_options(number) for number in range(settings.num_producers)]
-        self.consumers = [
-            PlacementSlot(packed_group, number, rank.num_cpus, rank.num_gpus / share)
-            for number in range(settings.num_consumers)
-        ]
-        if settings.colocate:
-            self.producers = [
-                PlacementSlot(packed_group, n, place.num_cpus, place.num_gpus / share, place)
-                for n, place in enumerate(places)
-            ]
-        return [await packed_group.node(number) for number in range(len(packed))]
 
     def _add(self, reservation: Reservation) -> Reservation:
         self._reservations.append(reservation)

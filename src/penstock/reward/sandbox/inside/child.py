@@ -191,10 +191,8 @@ class _Tests:
         asserts = sum(isinstance(node, ast.Assert) for node in self._read.tree.body)
         self._one_by_one = asserts > 0 and self._entry_point is None
         self.count = asserts if self._one_by_one else 1
-        signal.signal(signal.SIGALRM, self._on_alarm)
-
-    def _on_alarm(self, number: int, frame: object) -> None:
-        self._connection.fail(TestTimeout(f"time-out after {self._timeout_s:g} s"))
+        late = TestTimeout(f"time-out after {self._timeout_s:g} s")
+        signal.signal(signal.SIGALRM, lambda *_: self._connection.fail(late))
 
     def run(self) -> None:
         """Report every test up to the first that the solution does not survive."""

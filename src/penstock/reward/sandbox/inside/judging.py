@@ -152,15 +152,14 @@ def _fault(
 def same_output(expected: str, printed: str) -> bool:
     """Compare the words of each line, decimal numbers by value; blanks and empty lines do not count."""
     left, right = _lines(expected), _lines(printed)
-    return len(left) == len(right) and all(map(_same_line, left, right))
+    return len(left) == len(right) and all(
+        len(words) == len(others) and all(map(_same_word, words, others))
+        for words, others in zip(left, right, strict=True)
+    )
 
 
 def _lines(text: str) -> list[list[str]]:
     return [words for line in text.splitlines() if (words := line.split())]
-
-
-def _same_line(expected: list[str], printed: list[str]) -> bool:
-    return len(expected) == len(printed) and all(map(_same_word, expected, printed))
 
 
 def _same_word(expected: str, printed: str) -> bool:

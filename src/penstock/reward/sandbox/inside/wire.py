@@ -90,15 +90,12 @@ def _body(read: Callable[[int], bytes], head: bytes, most: int) -> dict[str, Any
     if type(message) is not dict:
         raise Malformed("not a JSON object")
     if "blobs" in message:
-        message["blobs"] = [_exactly(read, size) for size in _sizes(message["blobs"], most)]
+        sizes = message["blobs"]
+        valid = type(sizes) is list and all(type(s) is int and 0 <= s <= most for s in sizes)
+        if not valid or sum(sizes) > most:
+            raise Malformed("blobs of another shape")
+        message["blobs"] = [_exactly(read, size) for size in sizes]
     return message
-
-
-def _sizes(sizes: Any, most: int) -> list[int]:
-    valid = type(sizes) is list and all(type(size) is int and 0 <= size <= most for size in sizes)
-    if not valid or sum(sizes) > most:
-        raise Malformed("blobs of another shape")
-    return sizes
 
 
 def _exactly(read: Callable[[int], bytes], count: int) -> bytes:
