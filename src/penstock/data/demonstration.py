@@ -67,7 +67,7 @@ class ShownRow:
     def continues(self, context_ids: np.ndarray) -> bool:
         """Whether a later turn's context begins with this row."""
         begun = np.concatenate([self.prompt_ids, self.token_ids])
-        return len(begun) <= len(context_ids) and bool((context_ids[: len(begun)] == begun).all())
+        return np.array_equal(context_ids[: len(begun)], begun)
 
     def add(self, token_ids: np.ndarray, *, learned: bool) -> None:
         self.token_ids = np.concatenate([self.token_ids, token_ids])

@@ -14,6 +14,8 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     import torch
 
@@ -128,8 +130,5 @@ def _keys_on(device: torch.device) -> torch.Tensor:
     import torch
 
     octets = hashlib.shake_256(b"penstock weights").digest(2 * LEAF_BYTES)
-    words = [
-        int.from_bytes(octets[i : i + WORD_BYTES], "little", signed=True) | 1
-        for i in range(0, len(octets), WORD_BYTES)
-    ]
-    return torch.tensor(words, dtype=torch.int64).view(2, -1).to(device)
+    words = np.frombuffer(octets, "<i8").astype(np.int64) | 1
+    return torch.from_numpy(words).view(2, -1).to(device)

@@ -192,8 +192,6 @@ class Bridge:
         self, token_ids: np.ndarray, context_ids: np.ndarray, tools: Sequence[Any], key: int
     ) -> dict[str, Any]:
         """The assistant's message; what cannot be parsed is its content. `key` names its calls."""
-        from transformers.utils.chat_parsing import ResponseParser
-
         prefix = self._chat.decode_prompt(context_ids[-_PREFIX_TOKENS:])
         template = getattr(self._chat.tokenizer, "response_template", None)
         try:
@@ -201,6 +199,8 @@ class Bridge:
                 region = _THINK if prefix.rstrip().endswith(_THINK) else ""
                 parsed = _read_tags(self._chat.decode(token_ids), region, tools)
             else:
+                from transformers.utils.chat_parsing import ResponseParser
+
                 text = self._chat.decode_prompt(token_ids)
                 with limits("response template"):  # its patterns are the tokenizer's own
                     parser = ResponseParser(template, prefix=prefix, tools=list(tools))
@@ -231,7 +231,7 @@ def _read_tags(text: str, region: str, tools: Sequence[Any]) -> dict[str, Any]:
         else:
             bodies[region][-1].append(piece)
     texts = {tag: ["".join(body) for body in each] for tag, each in bodies.items()}
-    calls = [
+    calls = [  # whose arguments become what the schemas of the tools say
         parse_response(call, _CALL_TEMPLATE, prefix="", tools=list(tools))["tool_calls"][0]
         for call in texts[_TOOL_CALL]
     ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -64,10 +65,7 @@ class CallTree:
         A call that was cut by length, or is followed by anything but tool, user and system messages,
         is not continued: the conversation becomes a root of its own.
         """
-        best: tuple[int, ModelCall] | None = None
-        for length, call in self._matches(messages, tools, None, 0):
-            if best is None or length > best[0]:
-                best = (length, call)
+        best = max(self._matches(messages, tools, None, 0), key=itemgetter(0), default=None)
         if best is not None:
             length, call = best
             added = tuple(messages[length:])

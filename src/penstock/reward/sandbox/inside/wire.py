@@ -11,7 +11,6 @@ nothing: whatever is not a form that `encode` makes raises NotPlain. Inside the 
 
 from __future__ import annotations
 
-import array
 import json
 import os
 import socket
@@ -22,6 +21,7 @@ from typing import Any
 
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct("!I")
+_MOST_DESCRIPTORS = 4  # that come with one frame
 
 
 class Closed(Exception):
@@ -42,8 +42,7 @@ def send(
     head, rest = _pack(message, blobs)
     try:
         if descriptors:
-            rights = array.array("i", descriptors)
-            link.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            socket.send_fds(link, [head], list(descriptors))
         else:
             link.sendall(head)
         link.sendall(rest)
@@ -53,16 +52,13 @@ def send(
 
 def receive(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """The next frame. Raises Closed at the end, TimeoutError past the socket's time-out."""
-    descriptors = array.array("i")
+    descriptors: list[int] = []
     try:
-        head, ancillary, _, _ = link.recvmsg(_LENGTH.size, socket.CMSG_SPACE(16))
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        head, descriptors, _, _ = socket.recv_fds(link, _LENGTH.size, _MOST_DESCRIPTORS)
         if not head:
             raise Closed
         head += _exactly(link.recv, _LENGTH.size - len(head))
-        return _body(link.recv, head, MAX_FRAME_BYTES), list(descriptors)
+        return _body(link.recv, head, MAX_FRAME_BYTES), descriptors
     except (ConnectionResetError, Closed, Malformed):
         for descriptor in descriptors:
             os.close(descriptor)
