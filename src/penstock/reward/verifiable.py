@@ -166,6 +166,11 @@ class VerifiableReward(Reward):
         self, rollouts: Sequence[Rollout], prompts: Sequence[Prompt]
     ) -> list[Score]:
         """Judge the finished rollouts of one group; parts that need the group get all at once."""
+        if len(rollouts) != len(prompts):
+            raise ValueError(
+                f"score_group: got {len(rollouts)} rollouts and {len(prompts)} prompts, "
+                "allowed: as many of each"
+            )
         detail = f"group of {rollouts[0].rollout_id}" if rollouts else ""
         with self._waits.wait(self._lane, WaitKind.REWARD, detail, responder=self._lane):
             columns = await all_results(

@@ -1,8 +1,8 @@
 """An agent loop in Ray actors (`tasks.NAME.agent_actors`), with the rewards of its task.
 
-`AgentPart` lives in an actor and holds the user's loop. The engine that the loop asks there only passes
-requests on: the driver takes them, asks the engines of the run, and sends the answers back. So which engine
-answers, under which weights, and what follows its death stay decisions of the driver.
+`AgentPart` lives in an actor and holds the user's loop. As the engine of that loop it only passes requests
+on: the driver takes them, asks the engines of the run, and sends the answers back. So which engine answers,
+under which weights, and what follows its death stay decisions of the driver.
 """
 
 from __future__ import annotations
@@ -48,13 +48,34 @@ class Question(NamedTuple):
     argument: Any
 
 
-class RelayedEngine:
-    """The engine inside an actor. Consumes requests of the loop, produces the driver's answers."""
+class AgentPart:
+    """The part of an agent's actor: the loop of one task, with its rewards and its tokenizer.
 
-    def __init__(self) -> None:
+    The loop and its rewards ask it as their engine: it takes requests, and gives them the driver's answers.
+    """
+
+    def __init__(self, config: Config, name: str, sampling: SamplingConfig, is_chat: bool) -> None:
         self._asked: asyncio.Queue[Question] = asyncio.Queue()
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
+        task, chat = config.tasks[name], ChatTemplate.from_config(config.model)
+        self._reward = build_reward(
+            task.rewards,
+            max_tokens=sampling.max_tokens,
+            is_chat=is_chat,
+            ask_policy=partial(ask_policy, cast(InferenceEngine, self), chat),
+        )
+        self._loop = build_loop(
+            f"tasks.{name}",
+            task,
+            sampling,
+            engine=self,
+            reward=self._reward,
+            decode=chat.decode,
+        )
+        self._groups: dict[int, asyncio.Task[list[Rollout]]] = {}
+
+    # ---- asked by the loop
 
     async def generate(self, request: GenerationRequest) -> Generation:
         generation: Generation = await self._ask("generate", request)
@@ -76,12 +97,14 @@ class RelayedEngine:
         finally:
             del self._open[number]
 
+    # ---- asked by the driver
+
     async def take_questions(self) -> list[Question]:
         """Wait for a question; return all that wait."""
         first = await self._asked.get()
         return [first, *(self._asked.get_nowait() for _ in range(self._asked.qsize()))]
 
-    def answer(self, number: int, error: Exception | None, result: Any) -> None:
+    async def answer(self, number: int, error: Exception | None, result: Any) -> None:
         waiting = self._open.get(number)
         if waiting is None or waiting.done():
             return  # whoever asked was cancelled
@@ -89,29 +112,6 @@ class RelayedEngine:
             waiting.set_exception(error)
         else:
             waiting.set_result(result)
-
-
-class AgentPart:
-    """The part of an agent's actor: the loop of one task, with its rewards and its tokenizer."""
-
-    def __init__(self, config: Config, name: str, sampling: SamplingConfig, is_chat: bool) -> None:
-        task, chat = config.tasks[name], ChatTemplate.from_config(config.model)
-        self._engine = RelayedEngine()
-        self._reward = build_reward(
-            task.rewards,
-            max_tokens=sampling.max_tokens,
-            is_chat=is_chat,
-            ask_policy=partial(ask_policy, cast(InferenceEngine, self._engine), chat),
-        )
-        self._loop = build_loop(
-            f"tasks.{name}",
-            task,
-            sampling,
-            engine=self._engine,
-            reward=self._reward,
-            decode=chat.decode,
-        )
-        self._groups: dict[int, asyncio.Task[list[Rollout]]] = {}
 
     async def generate_group(
         self, number: int, rollouts: list[Rollout], partial: bool
@@ -130,12 +130,6 @@ class AgentPart:
 
     async def pause(self) -> None:
         await self._loop.pause()
-
-    async def take_questions(self) -> list[Question]:
-        return await self._engine.take_questions()
-
-    async def answer(self, number: int, error: Exception | None, result: Any) -> None:
-        self._engine.answer(number, error, result)
 
     async def close(self) -> None:
         await self._reward.close()
