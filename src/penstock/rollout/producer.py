@@ -124,7 +124,9 @@ class Producer:
         self._changed = Signal()
         self._weights = {task.name: task.weight for task in tasks}
         self._tasks = [self._state_of(task) for task in tasks]
-        self._shares = self._new_shares(first_step=progress.next_consumer_step)
+        self._shares = TaskShares(
+            self._weights, groups_per_step, first_step=progress.next_consumer_step
+        )
         self._resumed_batch: Batch | None = None
         self._paused = False
         self._stopping = False
@@ -136,9 +138,6 @@ class Producer:
         self._idle_s = 0.0  # over the run, without the idle time that lasts still
         self._idle_read_s = 0.0  # the idle time when the metrics were read
         self._pause_s = 0.0  # since the metrics were read
-
-    def _new_shares(self, first_step: int = 1) -> TaskShares:
-        return TaskShares(self._weights, self._groups_per_step, first_step=first_step)
 
     def _state_of(self, task: ProduceTask) -> _TaskState:
         self.progress.add_task(task.name)
@@ -428,7 +427,7 @@ class Producer:
         drops, unfinished = journal.drops(), journal.unfinished_groups()
         progress = self.progress
         progress.next_consumer_step = committed + 1
-        self._shares = self._new_shares()
+        self._shares = TaskShares(self._weights, self._groups_per_step)
         tasks = {task.name: task for task in self._tasks}
         for name, task in tasks.items():
             consumed = taken.get(name, 0)

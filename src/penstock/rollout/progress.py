@@ -306,16 +306,6 @@ class _Entry(NamedTuple):
     since_step: int  # the train step at which the group got this status; 0: unknown
 
 
-class _Heap:
-    """The groups of one (task, status)."""
-
-    __slots__ = ("entries", "oldest_version")
-
-    def __init__(self) -> None:
-        self.entries: list[_Entry] = []
-        self.oldest_version = _NO_VERSION  # no group here is older; those that were may be gone
-
-
 class ReplayBuffer:
     """Consumes landed groups, produces them in order: by priority, then by cursor. Never waits."""
 
@@ -325,7 +315,9 @@ class ReplayBuffer:
                 f"max_groups_per_task: got {max_groups_per_task}, allowed: 0 (no bound) or more"
             )
         self.max_groups_per_task = max_groups_per_task  # bound on COMPLETED groups; 0: no bound
-        self._heaps: defaultdict[tuple[str, Status], _Heap] = defaultdict(_Heap)
+        self._heaps: defaultdict[tuple[str, Status], list[_Entry]] = defaultdict(list)
+        # no group of a heap is older; those that were may be gone
+        self._oldest = defaultdict[tuple[str, Status], int](lambda: _NO_VERSION)
         self._ids: set[str] = set()
         self._ticks = itertools.count()
 
@@ -338,22 +330,22 @@ class ReplayBuffer:
         self._push(group, priority, _NO_VERSION if version is None else version, train_step)
 
     def _push(self, group: Group, priority: int, version: int, train_step: int) -> None:
-        heap = self._heaps[group.task, group.status]
+        key = group.task, group.status
         entry = _Entry(-priority, group.cursor, next(self._ticks), group, version, train_step)
-        heapq.heappush(heap.entries, entry)
-        heap.oldest_version = min(heap.oldest_version, version)
+        heapq.heappush(self._heaps[key], entry)
+        self._oldest[key] = min(self._oldest[key], version)
 
     def take(self, task_name: str, group_status: Status) -> Group | None:
         """Take and return the first group in order; None without one."""
         heap = self._heaps[task_name, group_status]
-        if not heap.entries:
+        if not heap:
             return None
-        group = heapq.heappop(heap.entries).group
+        group = heapq.heappop(heap).group
         self._ids.discard(group.group_id)
         return group
 
     def count(self, task_name: str, group_status: Status) -> int:
-        return len(self._heaps[task_name, group_status].entries)
+        return len(self._heaps[task_name, group_status])
 
     def has_room(self, task_name: str, reserved: int) -> bool:
         """Whether one more COMPLETED group fits beside those held and `reserved` others."""
@@ -375,17 +367,17 @@ class ReplayBuffer:
         """
         expired: list[Group] = []
         for status in statuses:
-            heap = self._heaps[task_name, status]
-            if staleness(train_step, heap.oldest_version) < stale_threshold:
+            key = task_name, status
+            if staleness(train_step, self._oldest[key]) < stale_threshold:
                 continue
             fresh: list[_Entry] = []
             stale: list[_Entry] = []
-            for entry in heap.entries:
+            for entry in self._heaps[key]:
                 is_fresh = staleness(train_step, entry.oldest_version) < stale_threshold
                 (fresh if is_fresh else stale).append(entry)
-            heap.entries = fresh
-            heapq.heapify(heap.entries)
-            heap.oldest_version = min((e.oldest_version for e in fresh), default=_NO_VERSION)
+            heapq.heapify(fresh)
+            self._heaps[key] = fresh
+            self._oldest[key] = min((e.oldest_version for e in fresh), default=_NO_VERSION)
             for entry in sorted(stale, key=lambda entry: (entry.oldest_version, entry.tick)):
                 group = entry.group
                 group.move_to(Status.EXPIRED)
@@ -396,7 +388,7 @@ class ReplayBuffer:
 
     def first_entry(self, task_name: str, group_status: Status) -> tuple[int, int] | None:
         """(priority, since_step) of the group that would be taken next; None without one."""
-        entries = self._heaps[task_name, group_status].entries
+        entries = self._heaps[task_name, group_status]
         return (-entries[0].rank, entries[0].since_step) if entries else None
 
     def __len__(self) -> int:
