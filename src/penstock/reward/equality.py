@@ -106,6 +106,7 @@ _MINUS = str.maketrans({"−": "-", "–": "-", "﹣": "-", "⁄": "/", "×": "*
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅟↉]")
 _CURRENCY = re.compile(r"\\?[$€£¥₹]|(?<![a-zA-Z])(?:USD|EUR|GBP)(?![a-zA-Z])")
+_PERCENT = re.compile(r"(?:\\?%|per ?cent)\Z")
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")
 _POWER = re.compile(r"\s*(?:\*|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*(?:\{([+-]?\d+)\}|([+-]?\d+))$")
 _GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:(?:,|\{,\})\d{3})+|(?: \d{3})+)(?![\d/])")
@@ -195,12 +196,14 @@ def read_quantity(cleaned: str, *, letter_units: bool = False) -> Quantity | Non
     text = _TEXT.sub(r" \1 ", cleaned)
     text = _SUBJECT.sub("", text.strip())
     text = _CURRENCY.sub(" ", text).strip()
-    text, percent = _take_percent(text)
+    text, percents = _PERCENT.subn("", text)
+    text = text.rstrip()
     grouped = _GROUPED.search(text)
     if grouped:
         digits = grouped.group().replace("{,}", "").replace(",", "").replace(" ", "")
         text = text[: grouped.start()] + digits + text[grouped.end() :]
-    text = _ascii_digits(text)
+    if not text.isascii():  # digits of other scripts
+        text = "".join(str(unicodedata.decimal(char, char)) for char in text)
     text = _FRACTION.sub(
         lambda m: f" {m.group(1) or m.group(2)}/{m.group(3) or m.group(4)}", text, count=1
     )
@@ -219,23 +222,7 @@ def read_quantity(cleaned: str, *, letter_units: bool = False) -> Quantity | Non
     scale, unit = scaled_unit
     mantissa, _, exponent = match.groupdict().get("number", "").lower().partition("e")
     decimals = len(mantissa.partition(".")[2]) - int(exponent or 0) if scale == 1 else 0
-    return Quantity(value=value * scale, decimals=decimals, percent=percent, unit=unit)
-
-
-def _ascii_digits(text: str) -> str:
-    if text.isascii():
-        return text
-    return "".join(
-        str(unicodedata.decimal(char)) if unicodedata.decimal(char, None) is not None else char
-        for char in text
-    )
-
-
-def _take_percent(text: str) -> tuple[str, bool]:
-    for mark in (r"\%", "%", "percent", "per cent"):
-        if text.endswith(mark):
-            return text[: -len(mark)].rstrip(), True
-    return text, False
+    return Quantity(value=value * scale, decimals=decimals, percent=bool(percents), unit=unit)
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

@@ -90,11 +90,8 @@ def write_maps(pid: int, uid: int, gid: int) -> None:
 
 
 def _write(path: str, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        os.write(descriptor, text.encode())
-    finally:
-        os.close(descriptor)
+    with open(path, "w") as file:
+        file.write(text)
 
 
 def build_root(plan: Plan, uid: int, gid: int) -> None:
