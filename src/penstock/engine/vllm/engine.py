@@ -204,6 +204,8 @@ class VllmEngine:
 
     async def start(self) -> None:
         if self._llm is not None:
+            if not self._llm.errored:
+                raise EngineError("engine vllm: it is running already")
             await self.close()  # clean up after an engine that died
         options = self._options
         arguments = {
