@@ -122,6 +122,39 @@ def test_every_layout_of_a_record_is_one_demonstration(tmp_path: Path, record: A
     assert chat_of(KEEPS).decode_prompt(rollout.prompt_ids) == "<user>1+1=<assistant>"
 
 
+CALLS = {"role": "assistant", "content": None, "tool_calls": [TOOL]}
+WRITTEN = {"function": {"name": "f", "arguments": "{}"}}  # as OpenAI writes arguments
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+@pytest.mark.parametrize("call", [TOOL, WRITTEN])
+def test_tools_and_calls_without_words_reach_the_chat_template(
+    tmp_path: Path, tools: Any, call: dict[str, Any]
+) -> None:
+    chat, path = chat_template(), tmp_path / "shown.jsonl"
+    turns = [{"role": "user", "content": "q"}, {**CALLS, "tool_calls": [call]}]
+    path.write_text(json.dumps({"messages": turns, "tools": tools}))
+    (prompt,) = load_dataset("train", TaskConfig(data=str(path), agent="demonstration"), chat)
+    rollout = Rollout(rollout_id="g.0", prompt_ids=prompt.token_ids, seed=0, prompt=prompt)
+    loop = Demonstrations(chat, system_prompt="", arguments={}, max_tokens=99)
+    asyncio.run(loop.generate_group([rollout]))
+    assert chat.decode_prompt(rollout.prompt_ids) == (
+        '<turn>tools\n[{"type": "function", "function": {"name": "f"}}]<eos>'
+        "<turn>user\nq<eos><turn>assistant\n"
+    )
+    assert chat.decode(rollout.response_ids) == (
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    )
+
+
+def test_tools_that_the_chat_template_leaves_out_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"tasks\.train: a record: got 'tools', allowed: a variable"
+    ):
+        demonstrations(tmp_path, {"messages": TALK, "tools": TOOLS})
+
+
 def test_a_solution_is_imitated_as_a_whole(tmp_path: Path) -> None:
     (prompt,) = demonstrations(tmp_path, {"question": "1+1=", "answer": "1 and 1\n#### 2"})
     assert prompt.extra["demonstration"][0]["content"] == "1 and 1\n#### 2"
@@ -164,6 +197,7 @@ def test_a_prompt_that_fills_the_context_is_refused(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": "1+1="}]}, "no answer to imitate"),
         ({"prompt": "1+1="}, "allowed: messages with an assistant turn, or one of completion"),
         ({"prompt": "1+1=", "completion": {"text": "2"}}, "a turn to imitate without text"),
+        ({"prompt": "1", "completion": [{**CALLS, "tool_calls": [1]}]}, "got other tool_calls"),
         (
             {"messages": [{"role": "assistant", "content": "2"}]},
             "an assistant turn first, allowed: a prompt",

@@ -30,6 +30,7 @@ from penstock.errors import UserError
 
 Message = Mapping[str, Any]
 _OWN_ARGUMENTS = frozenset({"messages", "add_generation_prompt", "tokenize"})  # set here
+_OF_RECORDS = frozenset({"tools", "tool_calls"})  # the others are chat_template_kwargs
 _PROBE = "probe7341"  # text that no template writes itself
 TEMPLATE_LIMIT_S = 5.0  # of processor time for one conversation; templates need milliseconds
 # by which a conversation may raise the most memory that the process has had
@@ -229,14 +230,7 @@ class ChatTemplate:
         arguments: Mapping[str, Any] | None = None,
     ) -> list[np.ndarray]:
         """Encode many conversations with one call of the tokenizer, which is several times faster."""
-        arguments = arguments or {}
-        template = str(getattr(self.tokenizer, "chat_template", None) or "")
-        for name in arguments:
-            if name in _OWN_ARGUMENTS or not re.search(rf"\b{re.escape(name)}\b", template):
-                allowed = "a variable of the tokenizer's chat template"
-                if not template:
-                    allowed = "none, because the tokenizer has no chat template"
-                raise UserError(f"chat_template_kwargs: got {name!r}, allowed: {allowed}")
+        self.check_variables(arguments or {})
         texts = [self.render(messages, system_prompt, arguments) for messages in conversations]
         if not texts:
             return []
@@ -245,6 +239,17 @@ class ChatTemplate:
             self.encode_text(text) if _CUT in text else np.asarray(ids, dtype=np.int32)
             for text, ids in zip(texts, encoded["input_ids"], strict=True)
         ]
+
+    def check_variables(self, names: Iterable[str]) -> None:
+        """Refuse a variable that the template does not read: it would be ignored in silence."""
+        template = str(getattr(self.tokenizer, "chat_template", None) or "")
+        for name in names:
+            if name in _OWN_ARGUMENTS or not re.search(rf"\b{re.escape(name)}\b", template):
+                allowed = "a variable of the tokenizer's chat template"
+                if not template:
+                    allowed = "none, because the tokenizer has no chat template"
+                where = "a record" if name in _OF_RECORDS else "chat_template_kwargs"
+                raise UserError(f"{where}: got {name!r}, allowed: {allowed}")
 
     def encode_rendered(self, text: str) -> np.ndarray:
         """The ids of one rendered prompt, int32, as `encode` makes them."""

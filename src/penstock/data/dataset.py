@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -207,11 +207,17 @@ def _tokenize(
     limit = task.max_prompt_tokens * CHARACTERS_PER_TOKEN
     if any(example.num_characters > limit for example in examples):
         limit = task.max_prompt_tokens * max(chat.longest_token, CHARACTERS_PER_TOKEN)
+
+    def arguments_of(index: int) -> Mapping[str, Any]:
+        return demonstration.template_arguments(examples[index].extra, task.chat_template_kwargs)
+
     for batch in _batches(examples, limit):
-        conversations = [examples[index].messages for index in batch]
-        encoded = chat.encode_many(conversations, task.system_prompt, task.chat_template_kwargs)
-        for index, ids in zip(batch, encoded, strict=True):
-            token_ids[index] = ids
+        for arguments, indices in groupby(batch, arguments_of):
+            alike = list(indices)
+            conversations = [examples[index].messages for index in alike]
+            encoded = chat.encode_many(conversations, task.system_prompt, arguments)
+            for index, ids in zip(alike, encoded, strict=True):
+                token_ids[index] = ids
     return token_ids
 
 

@@ -6,6 +6,7 @@ assistant turn is the prompt; every assistant turn is learned, token by token, u
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from penstock.data.source import BadRecord, chosen_fields
 
 ANSWERS = ("completion", "response", "output", "solution", "answer", "gt_answer")
 TURNS = "demonstration"  # the field of a prompt that holds them
+TOOLS = "tools"  # the field of a record with what may be called, as a list or as JSON
 SPEAKERS = {"human": "user", "gpt": "assistant"}  # as ShareGPT names them
 
 
@@ -50,10 +52,43 @@ def as_prompt(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str
         raise BadRecord(
             f"got no answer to imitate, allowed: messages with an assistant turn, or one of {', '.join(ANSWERS)}"
         )
-    for turn in turns:
-        if not isinstance(turn, dict) or not isinstance(turn.get("content"), str):
-            raise BadRecord("got a turn to imitate without text, allowed: role and content")
-    return {**rest, TURNS: turns}
+    tools = {TOOLS: _parsed(record[TOOLS])} if record.get(TOOLS) else {}
+    return {**rest, **tools, TURNS: [_as_turn(turn) for turn in turns]}
+
+
+def _as_turn(turn: Any) -> dict[str, Any]:
+    """A turn as chat templates expect it: its content a text, its tools' arguments a table."""
+    calls = turn.get("tool_calls") if isinstance(turn, dict) else None
+    if calls and turn.get("content") is None:
+        turn = {**turn, "content": ""}
+    if not isinstance(turn, dict) or not isinstance(turn.get("content"), str):
+        raise BadRecord("got a turn to imitate without text, allowed: role and content")
+    if not calls:
+        return turn
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        raise BadRecord("got other tool_calls, allowed: a list of objects with a function")
+    functions = [call["function"] for call in calls]
+    functions = [{**each, "arguments": _parsed(each.get("arguments", {}))} for each in functions]
+    pairs = zip(calls, functions, strict=True)
+    return {**turn, "tool_calls": [{**call, "function": function} for call, function in pairs]}
+
+
+def _parsed(value: Any) -> Any:
+    """What a text of JSON says; anything else as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def template_arguments(
+    fields: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The variables of the chat template for a record: its own tools, if it is a demonstration."""
+    tools = fields.get(TOOLS) if TURNS in fields else None
+    return {**arguments, TOOLS: tools} if isinstance(tools, list) and tools else arguments
 
 
 @dataclass(slots=True, eq=False)

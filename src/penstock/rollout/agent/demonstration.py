@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from penstock.data.chat import ChatTemplate
-from penstock.data.demonstration import TURNS, ShownRow, shown_rows
+from penstock.data.demonstration import TURNS, ShownRow, shown_rows, template_arguments
 from penstock.rollout.agent_loop import AgentLoop
 from penstock.types import Prompt, Rollout, Row, Score, Status, VersionSegment
 
@@ -50,8 +50,9 @@ class Demonstrations(AgentLoop):
         """Do nothing: nothing is under way."""
 
     def _fill(self, rollout: Rollout, prompt: Prompt) -> None:
+        arguments = template_arguments(prompt.extra, self._arguments)
         rows = shown_rows(
-            self._chat, prompt.messages, prompt.extra[TURNS], self._system_prompt, self._arguments
+            self._chat, prompt.messages, prompt.extra[TURNS], self._system_prompt, arguments
         )
         whole = sum(len(row.token_ids) for row in rows)
         rows = _cut(rows, self._max_tokens, self._positions)
