@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx2
@@ -15,6 +15,7 @@ from penstock.engine.protocol import SamplingParams
 from penstock.rollout.agent.bridge import Bridge
 from penstock.rollout.agent.endpoint import Endpoint
 from penstock.rollout.agent.session import Limits, Session
+from penstock.types import ModelCall
 from stages.chat_policy import Kept, ScriptedEngine, chat_template, user
 from stages.rollouts import make_prompts
 
@@ -23,7 +24,9 @@ ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"typ
 Send = Callable[..., Awaitable[tuple[int, Any]]]
 
 
-def make_session(say: Callable[[str], str], number: int = 0, **limits: Any) -> Session:
+def make_session(
+    say: Callable[[str], str], number: int = 0, calls: Sequence[ModelCall] = (), **limits: Any
+) -> Session:
     sampler = Sampler(make_prompts(3), task_name="t", prompt_repeat_k=1, seed=0)
     return Session(
         sampler.group_at(number).rollouts[0],
@@ -32,6 +35,7 @@ def make_session(say: Callable[[str], str], number: int = 0, **limits: Any) -> S
         sampling=SamplingParams(max_tokens=100),
         limits=Limits(**limits),
         recorder=Kept(),
+        calls=calls,
     )
 
 
@@ -273,6 +277,25 @@ def test_a_clients_retry_is_answered_with_the_same_call() -> None:
         await post(endpoint.base_url, key, body)
         await post(endpoint.base_url, key, body, x_stainless_retry_count="1")
         assert len(session.tree.calls) == 1
+
+    serve(main)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_retry_for_several_choices_gets_the_call_of_each(killed: bool) -> None:
+    async def main(endpoint: Endpoint) -> None:
+        left = ["b", "a"]
+        session = make_session(lambda prompt: left.pop())
+        body = {"messages": [user("?")], "n": 2}
+        _, first = await post(endpoint.base_url, endpoint.open(session), body)
+        if killed:  # before the client had its answer
+            session = make_session(pytest.fail, calls=session.tree.calls)  # as a new process has it
+        key = endpoint.open(session)
+        for number in ("1", "2"):
+            _, again = await post(endpoint.base_url, key, body, x_stainless_retry_count=number)
+            assert again["choices"] == first["choices"]
+        assert [choice["message"]["content"] for choice in first["choices"]] == ["a", "b"]
+        assert len(session.tree.calls) == 2
 
     serve(main)
 

@@ -119,9 +119,13 @@ async def respond(
         calls = await asyncio.gather(
             *(
                 session.call(
-                    chat.messages, chat.tools, max_tokens=chat.max_tokens, is_retry=is_retry
+                    chat.messages,
+                    chat.tools,
+                    max_tokens=chat.max_tokens,
+                    is_retry=is_retry,
+                    choice=choice,
                 )
-                for _ in range(chat.n)
+                for choice in range(chat.n)
             )
         )
     except ContextOverflow as error:

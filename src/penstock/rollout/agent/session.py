@@ -134,7 +134,8 @@ class Session:
         self._heard: set[int] = set()  # calls whose answer the agent got
         self._ended = False
         self._asked: Counter[tuple] = Counter()  # requests by place, to tell repeated ones apart
-        self._latest: dict[tuple, asyncio.Task[ModelCall]] = {}  # by place: what a retry gets
+        # by place and choice: what a retry gets
+        self._latest: dict[tuple, asyncio.Future[ModelCall]] = {}
         self._running: dict[asyncio.Task[ModelCall], str] = {}  # with its engine request, if any
         self._turns = 0
 
@@ -163,10 +164,12 @@ class Session:
         *,
         max_tokens: int | None = None,
         is_retry: bool = False,
+        choice: int = 0,
     ) -> ModelCall:
         """Answer one request; a client's retry gets the call of the request it repeats.
 
-        Whoever brings the answer to the agent tells `hear`.
+        choice: its number among the answers of a request for several. Whoever brings the answer to the agent
+        tells `hear`.
         """
         if self._ended:
             raise EngineError("the rollout has ended")
@@ -181,21 +184,23 @@ class Session:
             parent_ids = parent_ids[:0]
         number = None if place.parent is None else place.parent.number
         key = (number, context_ids.tobytes())
-        task = self._latest.get(key) if is_retry else None
-        if task is None or (task.done() and (task.cancelled() or task.exception())):
+        answer = self._latest.get((key, choice)) if is_retry else None
+        if answer is None or (answer.done() and (answer.cancelled() or answer.exception())):
             claimed = self._claim(key)
             if claimed is not None:
-                return claimed
-            task = asyncio.create_task(
-                self._sample(place, parent_ids, context_ids, tools_json, key, max_tokens)
-            )
-            self._latest[key] = task
-            self._running[task] = ""
-            task.add_done_callback(self._forget)
+                answer = asyncio.get_running_loop().create_future()
+                answer.set_result(claimed)
+            else:
+                answer = task = asyncio.create_task(
+                    self._sample(place, parent_ids, context_ids, tools_json, key, max_tokens)
+                )
+                self._running[task] = ""
+                task.add_done_callback(self._forget)
+            self._latest[key, choice] = answer
         try:
-            return await asyncio.shield(task)
+            return await asyncio.shield(answer)
         except asyncio.CancelledError:
-            if not task.cancelled():
+            if not answer.cancelled():
                 raise
             raise EngineError("the rollout has ended") from None  # `close`, not whoever waits
 
