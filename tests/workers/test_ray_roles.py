@@ -90,10 +90,12 @@ def test_what_no_node_has_is_refused_in_one_line(places: dict[str, str], tmp_pat
 
 
 def test_nodes_that_an_autoscaler_adds_are_waited_for_by_setting(cluster: Nodes) -> None:
+    """The trainer asks for nothing, so one CPU holds both sides."""
     notes: list[str] = []
     joined: list[str] = []
     late = {"label_selector": {"role": "late"}}
-    settings = {"kind": "ray", "ray_options": {"producers": late, "consumers": {"num_cpus": 0}}}
+    nothing = {**late, "num_cpus": 0}
+    settings = {"kind": "ray", "ray_options": {"producers": late, "consumers": nothing}}
 
     async def play(wait_s: float) -> str:
         added = LaunchConfig.model_validate({**settings, "wait_for_nodes_s": wait_s})

@@ -169,7 +169,7 @@ class Reservation:
     def _create(self, target: str = "") -> Any:
         from ray.util.placement_group import placement_group
 
-        nothing = {"CPU": _TRACE}  # Ray refuses an empty bundle
+        nothing = {"memory": 1}  # Ray refuses an empty bundle; no CPU, which another may need whole
         resources = [
             need.resources if any(need.resources.values()) else nothing for need in self.asked
         ]
