@@ -14,6 +14,7 @@ from penstock.config.demo import policy_path
 from penstock.config.memory import ModelShape
 from penstock.config.source import load_config
 from penstock.errors import UserError
+from penstock.reward.judge import INSTRUCTIONS
 from penstock.run.fit import Fit, Machine, fitted, visible_gpus
 
 GIB = 2**30
@@ -197,6 +198,48 @@ def test_packs_count_the_tokens_that_are_trained(
     (gpu, _) = fit_of(ONE_AND_A_HALF, 1024, *short, *given, *words, host=1024).devices
     each = shape.bytes_per_token(2, checkpointing=False, joint=True) + 2 * shape.vocabulary
     assert gpu.parts[0].sizes["packs"] == tokens * each
+
+
+JUDGE = "tasks.addition.rewards=[{type='judge', options={model='policy', rubric='r', mode='%s', max_tokens=100}}]"
+WORDS = len(INSTRUCTIONS) + 1  # a text has no more tokens than characters
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens"),
+    [
+        ([], 512),
+        (["tasks.addition.agent=agents.py:play"], 512),
+        (["tasks.addition.agent=tools", "tasks.addition.agent_options={tools=['m:f']}"], 512),
+        (["tasks.addition.agent=agents.py:Loop"], 32768),
+        ([JUDGE % "score"], 612 + WORDS),
+        ([JUDGE % "rank", "sampling.num_generations=4"], 4 * 256 + 256 + 100 + WORDS),
+        (["eval.tasks.sums={data='addition', max_prompt_tokens=256}"], 512),
+        (
+            [
+                "eval.tasks.sums={data='addition', agent='agents.py:play', max_prompt_tokens=512}",
+                "eval.sampling.max_tokens=1024",
+            ],
+            1536,
+        ),
+        (
+            [
+                "tasks.addition.agent=demonstration",
+                "algorithm.name=sft",
+                "eval.tasks.sums={data='addition', max_prompt_tokens=512}",
+            ],
+            768,
+        ),
+    ],
+)
+def test_an_engine_counts_the_tokens_that_a_request_can_have(
+    words: list[str], tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("agents.py").write_text(LOOPS)
+    shape = ModelShape.of(ONE_AND_A_HALF)
+    short = ["sampling.max_tokens=256", "tasks.addition.max_prompt_tokens=256"]
+    (_, gpu, _) = fit_of(ONE_AND_A_HALF, 1024, *short, *words, gpus=2, host=1024).devices
+    assert gpu.parts[0].sizes["KV"] == 16 * tokens * shape.kv_bytes(2)
 
 
 def big_model(folder: Path) -> Path:

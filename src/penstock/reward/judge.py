@@ -32,7 +32,7 @@ POLICY = "policy"  # the name of the run's own engines
 MOST_NOTE = 2000  # characters of a verdict's text that are journalled
 _UNSAFE = re.compile(r"[<>\[\]\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # in a JSON string
 
-_INSTRUCTIONS = """You are a strict judge of responses to a question. This is your rubric:
+INSTRUCTIONS = """You are a strict judge of responses to a question. This is your rubric:
 
 {rubric}
 
@@ -181,7 +181,7 @@ class Judge(Reward):
         settings, word = self._settings, f"VERDICT-{secrets.token_hex(6)}:"
         low, high = settings.scale
         task, form = _TASKS[settings.mode]
-        instructions = _INSTRUCTIONS.format(
+        instructions = INSTRUCTIONS.format(
             rubric=settings.rubric, task=task, word=word, form=form.format(low=low, high=high)
         )
         messages = [

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
 from rich.table import Table
 
-from penstock.config import Config
+from penstock.config import Config, SamplingConfig, TaskDataConfig
 from penstock.config.memory import (
     LEAST_TOKENS,
     ModelShape,
@@ -312,7 +313,7 @@ def _trainer(config: Config, shape: ModelShape, each: int, total: int | None) ->
     own_reference = rank > 0 and not train.reference
     refers = any(settings.needs_reference for settings in algorithms) and not own_reference
     # the largest pack that a step cannot do without; a longer sequence goes alone
-    longest = _longest_trained(config, shape)
+    longest = _longest(config, shape, trained=True)
     samplings = [config.task_sampling(name).num_generations for name in config.tasks]
     step = train.groups_per_step * max(samplings, default=1) * longest
     pack = min(step, max(train.micro_batch_tokens or LEAST_TOKENS, longest))
@@ -349,19 +350,48 @@ def _trainer(config: Config, shape: ModelShape, each: int, total: int | None) ->
     return part, needs.saved
 
 
-def _longest_trained(config: Config, shape: ModelShape) -> int:
-    """The tokens of the longest row; evaluations and judges generate more, which nobody trains."""
-    lengths = [config.train.ptx.max_tokens] if config.train.ptx.coefficient else []
-    for name, task in config.tasks.items():
-        if task.agent not in AGENTS and loop_class(f"tasks.{name}", task) is not None:
-            return _longest(config, shape)  # rows of a loop of its own may have any length
-        lengths.append(task.max_prompt_tokens + config.task_sampling(name).max_tokens)
-    return min(max(lengths), shape.positions or max(lengths))
+def _longest(config: Config, shape: ModelShape, *, trained: bool) -> int:
+    """The tokens of the longest row that is trained, or of the longest request to an engine.
+
+    Evaluations and judges ask for more, which nobody trains; demonstrations are trained and ask for nothing.
+    """
+    tables: list[tuple[str, Mapping[str, TaskDataConfig], Callable[[str], SamplingConfig]]] = [
+        ("tasks", config.tasks, config.task_sampling)
+    ]
+    if not trained:
+        tables.append(("eval.tasks", config.eval.tasks, config.eval_sampling))
+    lengths = [config.train.ptx.max_tokens] if trained and config.train.ptx.coefficient else []
+    for table, tasks, sampling_of in tables:
+        for name, task in tasks.items():
+            if task.demonstrates and not trained:
+                continue
+            own_loop = task.agent not in AGENTS and loop_class(f"{table}.{name}", task) is not None
+            if own_loop:  # its rows may have any length
+                return _any_length(config, shape)
+            sampling = sampling_of(name)
+            lengths.append(task.max_prompt_tokens + sampling.max_tokens)
+            lengths += [] if trained else _verdicts(task, sampling)
+    longest = max(lengths, default=LEAST_TOKENS)
+    return min(longest, shape.positions or longest)
 
 
-def _longest(config: Config, shape: ModelShape) -> int:
+def _any_length(config: Config, shape: ModelShape) -> int:
     lengths = (config.longest_sequence, shape.positions)
     return min(filter(None, lengths), default=LEAST_TOKENS)
+
+
+def _verdicts(task: TaskDataConfig, sampling: SamplingConfig) -> Iterator[int]:
+    """The tokens of a request to the policy as a judge; a text has no more tokens than characters."""
+    for reward in task.rewards:
+        if reward.type != "judge" or reward.options.get("url"):
+            continue
+        from penstock.reward.judge import INSTRUCTIONS, JudgeOptions
+
+        with suppress(ValidationError):  # told where the judge is built
+            judge = JudgeOptions(**reward.options)
+            shown = {"score": 1, "pairwise": 2, "rank": sampling.num_generations}[judge.mode]
+            words = len(INSTRUCTIONS) + len(judge.rubric)
+            yield task.max_prompt_tokens + shown * sampling.max_tokens + words + judge.max_tokens
 
 
 def _engine(config: Config, shape: ModelShape, each: int, *, on_gpu: bool, cache: int = 0) -> Part:
@@ -372,9 +402,10 @@ def _engine(config: Config, shape: ModelShape, each: int, *, on_gpu: bool, cache
     other = _CUDA if on_gpu else PROCESS
     if config.engine.name == "openai":
         return Part(name="engine", sizes={"other": other})
-    request = _longest(config, shape) * shape.kv_bytes(each)
-    kv = request * (_LEAST_REQUESTS if on_gpu else 1)
-    if cache:
+    token = shape.kv_bytes(each)
+    kv = _longest(config, shape, trained=False) * token * (_LEAST_REQUESTS if on_gpu else 1)
+    if cache:  # it does not know the agents
+        request = _any_length(config, shape) * token
         samples = max(config.task_sampling(name).num_generations for name in config.tasks)
         ahead = 1 + max(config.task_produce(name).staleness_bound for name in config.tasks)
         kv = max(kv, min(cache, request * samples * config.train.groups_per_step * ahead))
