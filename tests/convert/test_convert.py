@@ -469,6 +469,25 @@ def test_a_script_that_calls_trl_is_read(folder: Path) -> None:
     assert "keep its own calls under `if __name__" in text
 
 
+def test_a_config_in_another_folder_finds_the_files_of_this_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return [1.0]\n")
+    (folder / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    words = "--remote_rm_url reward.py --prompt_data data.jsonl --pretrain owner/name"
+    (folder / "rm.sh").write_text(f"python -m openrlhf.cli.train_ppo_ray {words}")
+    (folder / "deep" / "er").mkdir(parents=True)
+    code, said = convert("openrlhf", "rm.sh", "--out", "deep/er/new.toml")
+    assert code == 0, said
+    monkeypatch.chdir(folder / "deep")
+    loaded = load_config("er/new.toml")
+    loaded.require_files()
+    task = loaded.config.tasks["train"]
+    assert Path(task.data).read_text() == (folder / "data.jsonl").read_text()
+    assert task.rewards[0].type == "er/../../reward.py:reward_func"
+    assert loaded.config.model.path == "owner/name"
+
+
 def test_a_reward_function_of_openrlhf_is_taken_as_it_is(folder: Path) -> None:
     for place, words in (("reward.py", "reward.py:reward_func"), ("http://rm:5000", "SAY HERE")):
         (folder / "rm.sh").write_text(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
 
+from penstock.config.plugins import map_paths
 from penstock.config.source import load_config, toml_key, toml_value
 from penstock.convert.tables import (
     DEFAULTS,
@@ -68,7 +70,21 @@ def convert(system: str, path: Path, out: Path | None = None) -> str:
         if word not in conversion.used
     ]
     _complete(conversion)
-    return _text(system, path, out or Path(f"{path.stem}.toml"), conversion)
+    out = out or Path(f"{path.stem}.toml")
+    _name_files_from(out.parent.resolve(), conversion)
+    return _text(system, path, out, conversion)
+
+
+def _name_files_from(folder: Path, conversion: Conversion) -> None:
+    """Name the files of the shell's folder by their paths from the config's, as a config is read."""
+
+    def place(key: str, name: str, is_code: bool) -> str:
+        file = Path(name).absolute()
+        is_own = file.exists() and not Path(name).is_absolute() and folder != Path.cwd()
+        return os.path.relpath(file, folder) if is_own else name
+
+    for key, (value, comment) in conversion.settings.items():
+        conversion.settings[key] = (map_paths(value, place, key), comment)
 
 
 def _translate(conversion: Conversion, word: str, value: Any, rule: Rule | None) -> None:
