@@ -27,6 +27,7 @@ from penstock.config.source import (
 )
 from penstock.errors import UserError
 from penstock.run import preflight
+from penstock.store.run_folder import create
 
 PROMISED_KEYS = [
     "seed",
@@ -460,6 +461,20 @@ def test_files_are_looked_for_beside_the_config_first(
     monkeypatch.chdir(tmp_path / "mine")
     inside = load_config("train.toml").config.tasks["a"]
     assert (inside.data, inside.rewards[0].type) == ("train.jsonl", "reward.py:score")
+
+
+@pytest.mark.parametrize(("given", "meant"), [("out", "out"), ("~/out", "{home}/out")])
+def test_a_run_folder_is_the_shells_or_in_your_home(
+    given: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine" / "out").mkdir(parents=True)
+    (tmp_path / "mine" / "run.toml").write_text(f'run.dir = "{given}"\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = load_config("mine/run.toml", ["run.name=new"]).config
+    assert config.run.dir == meant.format(home=tmp_path / "home")
+    create(config)
+    assert Path(config.run.dir, "new", "config.toml").is_file()
 
 
 def test_a_file_that_is_in_neither_place_is_told_with_both(

@@ -472,7 +472,9 @@ def test_a_script_that_calls_trl_is_read(folder: Path) -> None:
 def test_a_config_in_another_folder_finds_the_files_of_this_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (folder / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return [1.0]\n")
+    (folder / "reward.py").write_text(
+        "def reward_func(queries, prompts, labels):\n    return [1.0]\n"
+    )
     (folder / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     words = "--remote_rm_url reward.py --prompt_data data.jsonl --pretrain owner/name"
     (folder / "rm.sh").write_text(f"python -m openrlhf.cli.train_ppo_ray {words}")

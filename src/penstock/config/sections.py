@@ -6,9 +6,11 @@ nothing heavy.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self, TypeVar, get_args
+import os
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -57,8 +59,8 @@ def overlay(base: S, fields: dict[str, Any], key: str) -> S:
 
 
 class RunConfig(Section):
-    dir: str = "runs"
-    """Folder that holds run folders, relative to the current directory."""
+    dir: Annotated[str, AfterValidator(os.path.expanduser)] = "runs"
+    """Folder that holds run folders, relative to the shell's folder, also in a config elsewhere; ~ is your home."""
     name: str = ""
     """Name of the run folder; empty: made from the tasks, the algorithm and the time."""
     allow_network_disk: bool = False
