@@ -16,7 +16,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -148,9 +148,13 @@ def place_of(error: Exception) -> str:
     """ " (file:line)" of the user's code that raised; empty if there is none."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}:{error.lineno})"
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    theirs = frames_of_user(traceback.extract_tb(error.__traceback__))
     return f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
+
+
+def frames_of_user(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """The frames in files that are neither Penstock's nor Python's nor a library's."""
+    return [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
 
 
 def _import(module_name: str) -> Any:

@@ -12,14 +12,17 @@ of its next look.
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from types import CoroutineType
+from types import CoroutineType, FrameType
 from typing import Any
 
 from penstock.config import WatchdogConfig
+from penstock.config.plugins import frames_of_user
 from penstock.errors import PenstockError, RunError
 from penstock.waits import OpenWait, WaitKind, Waits
 from penstock.workers.workers import SupervisedWorkers
@@ -28,6 +31,8 @@ PATIENCE = 5.0  # a wait is late after this many times the longest answer so far
 LONG_PATIENCE = 6.0  # act after this many times the limit, if no hang is proven
 BUSY_SHARE = 0.05  # share of one core that counts as busy; the threads of an idle worker use less
 _PROBE_TIMEOUT_S = 10.0
+BLOCKED_S = 10.0  # in which the driver's event loop must take a turn
+_WOKEN_S = 1.0  # more for a process that was stopped, whose clock went on
 _NO_ANSWER = object()
 
 
@@ -60,7 +65,7 @@ class Watchdog:
         *,
         note: Callable[[str], None],
     ) -> None:
-        self._waits, self._settings, self._note = waits, settings, note
+        self._waits, self._settings, self.note = waits, settings, note
         self._workers = workers
         self._looks: dict[tuple[str, WaitKind], _Look] = {}  # the last look at each kind of wait
         self._moved: dict[str, float] = {}  # responder -> when it last made progress
@@ -149,7 +154,7 @@ class Watchdog:
         is_over = proven or silent_s >= LONG_PATIENCE * limit
         acts = self._settings.action != "report" and is_over and not self._waits_for_a_restart(wait)
         line = self._line(wait) + (" (its process is busy with something)" if busy else "")
-        self._note(f"{line}\n{await self._stack(wait)}".rstrip())
+        self.note(f"{line}\n{await self._stack(wait)}".rstrip())
         self._told[responder] = self._waits.clock()
         if not acts:
             return
@@ -193,7 +198,8 @@ async def watched(watchdog: Watchdog) -> AsyncIterator[None]:
     try:
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(watchdog.run(), name="watchdog")
-            yield
+            with _naming_blocks(watchdog.note):
+                yield
             watching.cancel()
     except BaseExceptionGroup as ended:
         fault = ended.exceptions[0]
@@ -209,3 +215,38 @@ def coroutine_stack(task: asyncio.Task[Any]) -> str:
         lines += traceback.format_stack(awaited.cr_frame, limit=1)
         awaited = awaited.cr_await
     return f"task {task.get_name()}:\n{''.join(lines)}".rstrip()
+
+
+@contextmanager
+def _naming_blocks(note: Callable[[str], None]) -> Iterator[None]:
+    """Name code that blocks this event loop inside the block: nothing goes on then, nor can the watchdog look."""
+    loop, thread, over = asyncio.get_running_loop(), threading.get_ident(), threading.Event()
+
+    def look() -> None:
+        while not over.wait(BLOCKED_S / 4):
+            turn = threading.Event()
+            loop.call_soon_threadsafe(turn.set)
+            if turn.wait(BLOCKED_S) or turn.wait(_WOKEN_S):
+                continue
+            place = _blocking_place(sys._current_frames()[thread])
+            note(f"the run stands still: {place} has blocked its event loop for {BLOCKED_S:g} s")
+            while not (turn.wait(BLOCKED_S) or over.is_set()):
+                pass
+
+    threading.Thread(target=look, name="block watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _blocking_place(frame: FrameType) -> str:
+    """The innermost line of the user's in what the loop runs; without one, what Penstock has called."""
+    frames = list(traceback.extract_stack(frame))
+    loops = [i for i, each in enumerate(frames) if each.filename == asyncio.events.__file__]
+    frames = frames[max(loops, default=-1) + 1 :] or frames
+    theirs = frames_of_user(frames)
+    ours = [i for i, each in enumerate(frames) if "/penstock/" in each.filename]
+    called = frames[min(max(ours, default=-1) + 1, len(frames) - 1)]
+    shown = theirs[-1] if theirs else called
+    return f"{shown.filename}:{shown.lineno} in {shown.name}"
