@@ -252,6 +252,21 @@ def test_a_check_with_shorter_responses_says_so_and_estimates_for_whole_ones() -
     assert said in out.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_a_check_of_demonstrations_counts_each_once_and_names_no_engine(
+    server: CrashServer, tmp_path: Path
+) -> None:
+    (tmp_path / "shown.jsonl").write_text(json.dumps({"prompt": "1+1", "completion": "2"}))
+    (tmp_path / "shown.toml").write_text("tasks.train.data = 'shown.jsonl'")
+    words = [str(tmp_path / "shown.toml"), "algorithm.name=sft", "sampling.num_generations=8"]
+    assert server.run("check", *words, "train.steps=3", "train.groups_per_step=2") == 0, (
+        server.output()
+    )
+    said = " ".join(server.output().split())
+    assert "placement trainer on cpu" in said
+    assert "engine (" not in said
+    assert ": 4 tokens are trained in " in said  # two groups of one response of two tokens
+
+
 def test_check_says_what_tests_with_several_names_lack(server: CrashServer, tmp_path: Path) -> None:
     cases = {"asserts": "assert double(half(4)) == 4"}
     record = {"prompt": "12+34", "test_cases": cases}

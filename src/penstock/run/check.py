@@ -85,6 +85,14 @@ class Rehearsal:
         return [rollout.error for rollout in rollouts if rollout.status is Status.FAILED]
 
     @property
+    def responses(self) -> float:
+        """Of a step, by the weights of the tasks."""
+        tasks, number = self.config.tasks, self.config.task_sampling
+        each = sum(task.weight * number(name).num_generations for name, task in tasks.items())
+        all_weights = sum(task.weight for task in tasks.values())
+        return self.config.train.groups_per_step * each / all_weights
+
+    @property
     def stretch(self) -> float:
         """How many times longer a response may be in the run than here."""
         most = self.config.task_sampling
@@ -113,8 +121,7 @@ class Rehearsal:
         config = self.config
         groups = self.measured or self.groups
         rollouts = sum(len(group.rollouts) for group in groups)
-        share = config.train.groups_per_step * config.sampling.num_generations / max(1, rollouts)
-        share *= self.stretch
+        share = self.responses / max(1, rollouts) * self.stretch
         if self.cut:
             generating = self.whole_s * config.train.groups_per_step / max(1, len(self.groups))
         else:
@@ -319,6 +326,8 @@ def _placement(seen: Rehearsal) -> Iterator[str]:
         return
     ranks = ", ".join(device(rank) for rank in range(launch.num_consumers))
     yield f"trainer on {ranks}"
+    if not config.num_engines:  # demonstrations alone
+        return
     if config.engine.name == "openai":
         yield "engine: the servers that engine.options names"
         return
@@ -424,11 +433,13 @@ def _clip(text: str) -> str:
 
 def _step(seen: Rehearsal) -> str:
     generating, training, both = seen.seconds_per_step()
-    groups, config = seen.measured or seen.groups, seen.config
-    tokens = sum(group.num_response_tokens for group in groups) * seen.stretch
+    groups, samples = seen.measured or seen.groups, seen.config.num_engines > 0
+    tokens = sum(group.num_response_tokens for group in groups) * seen.stretch * seen.responses
     tokens /= max(1, sum(len(group.rollouts) for group in groups))
-    tokens *= config.train.groups_per_step * config.sampling.num_generations
-    said = f"{tokens:,.0f} tokens are generated in {duration(generating)}"
+    said = f"{tokens:,.0f} tokens"
+    if samples:
+        said += f" are generated in {duration(generating)}"
     if seen.token_s is None:
         return f"at least {duration(both)}: {said}; training was not measured"
-    return f"about {duration(both)}: {said} and trained in {duration(training)}"
+    verb = "and" if samples else "are"
+    return f"about {duration(both)}: {said} {verb} trained in {duration(training)}"
