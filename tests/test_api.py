@@ -407,6 +407,21 @@ def test_a_run_tells_its_findings_its_audit_and_its_table(tmp_path: Path) -> Non
     assert "made" in run._repr_html_()
 
 
+def test_a_run_of_demonstrations_counts_its_steps() -> None:
+    shown = [{"prompt": "1+1=", "completion": "2"}]
+    run = penstock.sft("demo", shown, steps=2, groups_per_step=1, settings=SMALL)
+    assert "2 steps" in repr(run)
+
+
+def test_an_on_step_that_fails_is_said_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def on_step(metrics: dict[str, float]) -> None:
+        raise RuntimeError("mine")
+
+    penstock.train("demo", ROWS, steps=1, on_step=on_step, settings=SMALL, **TINY)
+    line = on_step.__code__.co_firstlineno + 1
+    assert f"RuntimeError: mine ({__file__}:{line})" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_run_keeps_its_best_checkpoint_and_ends_early(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -173,9 +173,10 @@ class Run:
         return html_table(read_line(self._folder), self.findings(), self.path)
 
     def __repr__(self) -> str:
-        means = [row["reward/mean"] for row in self.metrics if row.get("reward/mean") is not None]
+        steps = self.metrics
+        means = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
         reward = f", reward {means[0]:.3f} -> {means[-1]:.3f}" if means else ""
-        return f"Run({str(self.path)!r}, {len(means)} step{'s' * (len(means) != 1)}{reward})"
+        return f"Run({str(self.path)!r}, {len(steps)} step{'s' * (len(steps) != 1)}{reward})"
 
 
 @_entrance

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import Config
-from penstock.config.plugins import load, python_object
+from penstock.config.plugins import load, place_of, python_object
 from penstock.errors import UserError
 from penstock.files import each_row, free_name, say, visible, write_whole
 from penstock.inspection.track import TRACKERS
@@ -255,7 +255,8 @@ class Fanout:
                 act(tracker)
             except Exception as error:  # tracker fan-out: never fatal
                 del self._trackers[name]
-                self.note(f"tracker {name} failed and is off: {type(error).__name__}: {error}")
+                said = f"{type(error).__name__}: {error}{place_of(error)}"
+                self.note(f"tracker {name} failed and is off: {said}")
 
 
 class RolloutLog(LineFile):
