@@ -469,6 +469,16 @@ def test_a_script_that_calls_trl_is_read(folder: Path) -> None:
     assert "keep its own calls under `if __name__" in text
 
 
+def test_a_file_that_a_script_of_trl_loads_is_the_data(folder: Path) -> None:
+    (folder / "mine.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    loads = 'load_dataset("json", data_files="mine.jsonl")["train"]'
+    (folder / "script.py").write_text(f"GRPOTrainer(model='demo', train_dataset={loads})")
+    code, said = convert("trl", "script.py", "--out", "new.toml")
+    assert code == 0, said
+    task = load_config("new.toml").config.tasks["train"]
+    assert (task.data, task.data_options) == ("mine.jsonl", {})
+
+
 def test_a_config_in_another_folder_finds_the_files_of_this_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -275,10 +275,20 @@ def _of_trl(tree: ast.Module, path: Path) -> dict[str, Any]:
     for name in ("args", "peft_config", "train_dataset"):
         part = words.pop(name, None)
         if isinstance(part, Part):
+            part = _with_file(part)
             words |= {_TRL_PARTS[name].get(field, field): v for field, v in part.fields.items()}
         elif part is not None:
             words[name] = part
     return {**words, "script": str(path)}
+
+
+def _with_file(dataset: Part) -> Part:
+    """load_dataset("json", data_files=FILE) as a dataset of that file, which has no splits."""
+    fields = dataset.fields
+    if fields.get("path") not in _FILE_FORMATS or not isinstance(fields.get("data_files"), str):
+        return dataset
+    kept = {name: value for name, value in fields.items() if name not in ("data_files", "split")}
+    return Part(dataset.name, {**kept, "path": fields["data_files"]})
 
 
 def _class_of(call: ast.Call) -> str:
@@ -331,6 +341,7 @@ def _assign(target: ast.expr, value: ast.expr, names: dict[str, Any]) -> bool:
     return False
 
 
+_FILE_FORMATS = ("json", "csv", "parquet")
 _TRL_FIELDS = {"model": "model_name_or_path"}
 _TRL_PARTS = {  # parameter of GRPOTrainer: names of its fields on the command line
     "args": dict[str, str](),
