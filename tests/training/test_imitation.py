@@ -155,6 +155,11 @@ def test_tools_that_the_chat_template_leaves_out_are_refused(tmp_path: Path) -> 
         demonstrations(tmp_path, {"messages": TALK, "tools": TOOLS})
 
 
+def test_calls_that_the_chat_template_leaves_out_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a record: got 'tool_calls', allowed: a variable"):
+        demonstrations(tmp_path, {"messages": [TALK[0], CALLS]})
+
+
 def test_a_solution_is_imitated_as_a_whole(tmp_path: Path) -> None:
     (prompt,) = demonstrations(tmp_path, {"question": "1+1=", "answer": "1 and 1\n#### 2"})
     assert prompt.extra["demonstration"][0]["content"] == "1 and 1\n#### 2"

@@ -208,6 +208,10 @@ def _tokenize(
     if any(example.num_characters > limit for example in examples):
         limit = task.max_prompt_tokens * max(chat.longest_token, CHARACTERS_PER_TOKEN)
 
+    turns = (turn for example in examples for turn in example.extra.get(demonstration.TURNS, ()))
+    if task.demonstrates and any(turn.get("tool_calls") for turn in turns):
+        chat.check_variables(["tool_calls"])
+
     def arguments_of(index: int) -> Mapping[str, Any]:
         return demonstration.template_arguments(examples[index].extra, task.chat_template_kwargs)
 
