@@ -341,6 +341,58 @@ def test_a_sampler_names_a_base_whose_tokenizer_can_be_loaded(server: ServerProc
     assert client.json("create_sampling_session", {**made, "base_model": base})
 
 
+def sampling_from(client: WireClient, session: str, number: int) -> Callable[..., str]:
+    """Ask a sampler of the base for samples; the request id of each."""
+    made = {"session_id": session, "sampling_session_seq_id": number, "base_model": "demo"}
+    sampler = client.json("create_sampling_session", made)["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": IDS[:3]}]}
+
+    def ask(seq: int, **fields: Any) -> str:
+        asked = {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt, **fields}
+        return str(client.json("asample", asked)["request_id"])
+
+    return ask
+
+
+def test_targets_in_a_prompt_may_be_sparse(server: ServerProcess) -> None:
+    client = WireClient(server, key="tml-b")
+    session = client.json("create_session", {"tags": []})["session_id"]
+    ask, one = sampling_from(client, session, 31), {"sampling_params": {"max_tokens": 1}}
+    targets = [5, -1, -1, 7]  # of a prompt of three tokens
+    whole = {"data": targets, "shape": [2, 2], "dtype": "int64"}
+    sparse = {
+        "data": [5, 7],
+        "shape": [2, 2],
+        "dtype": "int64",
+        "sparse_crow_indices": [0, 1, 2],
+        "sparse_col_indices": [0, 1],
+    }
+    answers = [
+        decode("SampleResponse", client.answer(ask(seq, target_prompt_logprobs=given, **one)))
+        for seq, given in enumerate((whole, sparse))
+    ]
+    full = np.frombuffer(answers[0]["target_prompt_logprobs"]["dense"], "<f4").reshape(2, 2)
+    csr = answers[1]["target_prompt_logprobs"]["sparse_csr"]
+    assert np.frombuffer(csr["values"], "<f4").tolist() == [full[0, 0], full[1, 1]]
+    assert np.frombuffer(csr["crow_indices"], "<i8").tolist() == [0, 1, 2]
+    assert np.frombuffer(csr["col_indices"], "<i8").tolist() == [0, 1]
+    wrong = {**sparse, "sparse_col_indices": [0, 2]}
+    told = json.loads(client.answer(ask(2, target_prompt_logprobs=wrong, **one)))
+    assert "target_prompt_logprobs: got indices that do not fit its shape [2, 2]" in told["error"]
+
+
+def test_the_most_likely_tokens_are_those_of_the_last_places_that_were_asked_for(
+    server: ServerProcess,
+) -> None:
+    client = WireClient(server, key="tml-b")
+    session = client.json("create_session", {"tags": []})["session_id"]
+    fields = {"prompt_logprobs": True, "prompt_logprobs_last_n": 1, "topk_prompt_logprobs": 2}
+    asked = sampling_from(client, session, 32)(0, **fields, sampling_params={"max_tokens": 1})
+    table = decode("SampleResponse", client.answer(asked))["topk_prompt_logprobs"]
+    logprobs = np.frombuffer(table["logprobs"], "<f4").reshape(3, 2)
+    assert (logprobs == -99999.0).all(axis=1).tolist() == [True, True, False]
+
+
 @pytest.mark.slow
 def test_checkpoints_are_listed_sampled_from_and_deleted(server: ServerProcess) -> None:
     client = WireClient(server, key="tml-b")
