@@ -354,6 +354,28 @@ def sampling_from(client: WireClient, session: str, number: int) -> Callable[...
     return ask
 
 
+def test_a_client_with_few_samples_does_not_wait_for_those_of_a_client_with_many(
+    server: ServerProcess,
+) -> None:
+    many, few = WireClient(server, key="tml-a"), WireClient(server, key="tml-b")
+    asks = [
+        sampling_from(client, client.json("create_session", {"tags": []})["session_id"], 30)
+        for client in (many, few)
+    ]
+    params = {"max_tokens": 40, "stop": []}
+    asked = [asks[0](seq, num_samples=16, sampling_params=params) for seq in range(40)]
+    few.answer(asks[1](0, num_samples=1, sampling_params=params))
+    with sqlite3.connect(server.folder / "service" / FILE) as database:
+        [(done,)] = database.execute(
+            "SELECT COUNT(*) FROM commands WHERE line = ? AND outcome IS NOT NULL",
+            (asked[0].partition("#")[0],),
+        )
+    assert done < len(asked) / 2
+    for request_id in asked:
+        client_answer = many.answer(request_id)
+        assert len(decode("SampleResponse", client_answer)["sequences"]) == 16
+
+
 def test_targets_in_a_prompt_may_be_sparse(server: ServerProcess) -> None:
     client = WireClient(server, key="tml-b")
     session = client.json("create_session", {"tags": []})["session_id"]

@@ -1,8 +1,9 @@
 """The service itself: who may do what, which command is next, and the answers; HTTP and Python both call it.
 
 Runs on one event loop. Commands of a model run in the order of their numbers, in the trainer's thread, one at a
-time; owners take turns, and the models of an owner. Samples run beside them, as the engines' turns allow. A restarted
-service begins with the commands that have no answer. Waits for: commands, the trainer's thread, the engines.
+time. Samples run beside them, as many as keep the engines busy. For both owners take turns, and the models or samplers
+of an owner. A restarted service begins with the commands that have no answer. Waits for: commands, the trainer's
+thread, the engines.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ from penstock.run import preflight
 from penstock.service.adapters import Adapters
 from penstock.service.models import LOAD, SAVE, SAVE_SAMPLER, Models, ModelSettings
 from penstock.service.prune import prune, remove_weights, sweep
-from penstock.service.samplers import Samplers
+from penstock.service.samplers import Samplers, count_samples
 from penstock.store import trust
 from penstock.store.command_log import FILE, Command, CommandLog
 from penstock.store.run_folder import RunFolder
 from penstock.waits import Waits
 from penstock.workers import ENGINE_LAUNCHERS
+from penstock.workers.pool.pool import UNKNOWN_SLOTS
 from penstock.workers.rpc import append_to_log
 from penstock.workers.supervise.supervised import SupervisionCallbacks
 from penstock.workers.watchdog import Watchdog
@@ -47,6 +49,7 @@ from penstock.workers.workers import Engines, all_or_first_error
 CREATE, SAMPLE = "create_model", "asample"
 TRAINING = ("forward_backward", "optim_step", LOAD, SAVE, SAVE_SAMPLER)
 MOST_WAITING, MOST_WAITING_BYTES = 4096, 512 << 20  # commands without an answer, of one owner
+_QUEUED = 2  # samples that the engines have for each that they can make at once
 _MOST_RUNS = 3  # of a command that may be what all engines died of
 _PRUNE_EVERY_S = 3600.0
 SILENT_S = 300.0  # without a word of its client, a session's models leave the memory
@@ -63,13 +66,40 @@ class NotFound(UserError):
     """There is no such thing, or it belongs to another key."""
 
 
+class _Turns:
+    """Commands that may run: owners take turns, and then the lines of an owner."""
+
+    def __init__(self) -> None:
+        self._owners: OrderedDict[str, OrderedDict[str, deque[Command]]] = OrderedDict()
+
+    def add(self, command: Command) -> None:
+        lines = self._owners.setdefault(command.owner, OrderedDict())
+        lines.setdefault(command.line, deque()).append(command)
+
+    def holds(self, owner: str, line: str) -> bool:
+        """Whether a command of this line waits for its turn."""
+        return line in self._owners.get(owner, ())
+
+    def next(self) -> Command | None:
+        """The command whose turn it is; its owner and its line are the last ones then."""
+        if not self._owners:
+            return None
+        owner, lines = self._owners.popitem(last=False)
+        line, commands = lines.popitem(last=False)
+        command = commands.popleft()
+        if commands:
+            lines[line] = commands
+        if lines:
+            self._owners[owner] = lines
+        return command
+
+
 @dataclass(slots=True)
 class _Line:
-    """The commands of a model that wait."""
+    """The next number of a model, and the commands behind it that have come before it."""
 
-    owner: str
     next_seq: int
-    waiting: dict[int, Command] = field(default_factory=dict)
+    early: dict[int, Command] = field(default_factory=dict)
 
 
 class ServiceCore:
@@ -98,8 +128,9 @@ class ServiceCore:
         self.adapters = Adapters(self.models.adapter)
         self._engines: Engines | None = None  # before `start`
         self._trainer = ThreadPoolExecutor(1, thread_name_prefix="trainer")
-        self._lines: OrderedDict[str, _Line] = OrderedDict()
-        self._owners: OrderedDict[str, None] = OrderedDict()
+        self._lines: dict[str, _Line] = {}
+        self._commands, self._samples = _Turns(), _Turns()
+        self._sampling = self._most_sampling = 0  # samples that the engines have, and may have
         self._jobs: deque[Callable[[], None]] = deque()
         self._answers: dict[str, asyncio.Event] = {}
         self._waiting: Counter[str] = Counter()
@@ -123,11 +154,13 @@ class ServiceCore:
                 _, engines = await all_or_first_error(loading, self._launch(launch.kind))
             await engines.pool.start()
             engine = next(iter(engines.supervised.values()))
-            holds = (await engine.call("stats")).most_adapters > 0
+            stats = await engine.call("stats")
         except BaseException:
             await self.close()
             raise
+        holds = stats.most_adapters > 0
         self.samplers = Samplers(self.models, engines, self._in_trainer, holds_adapters=holds)
+        self._most_sampling = _QUEUED * (stats.slots or UNKNOWN_SLOTS) * launch.num_producers
         watchdog = Watchdog(
             engines.events.waits, self.config.watchdog, engines, note=engines.events.note
         )
@@ -278,38 +311,45 @@ class ServiceCore:
         self._waiting_bytes[command.owner] += len(command.body)
         self._answers.setdefault(command.request_id, asyncio.Event())
         if command.kind == SAMPLE:
-            self._begin(self._do(command), command.request_id)
+            self._samples.add(command)
+            self._begin_samples()
             return
-        name = command.request_id if command.kind == CREATE else command.line
-        if name not in self._lines:
-            sql = "SELECT max(seq) FROM commands WHERE line = ? AND outcome IS NOT NULL"
-            ((last,),) = self.log.query(sql, (command.line,))
-            first = command.seq if command.kind == CREATE else (last or 0) + 1
-            self._lines[name] = _Line(command.owner, first)
-        self._lines[name].waiting[command.seq] = command
-        self._owners.setdefault(command.owner)
+        if command.kind == CREATE:
+            self._commands.add(command)
+        else:
+            self._add_in_order(command)
         self._wake.set()
 
-    def _next(self) -> Command | None:
-        """The next command that may run: of the owner, then of the model, whose last turn is longest ago."""
-        for owner in self._owners:
-            for name, line in self._lines.items():
-                command = line.waiting.pop(line.next_seq, None) if line.owner == owner else None
-                if command is not None:
-                    self._owners.move_to_end(owner)
-                    self._lines.move_to_end(name)
-                    line.next_seq += 1
-                    if command.kind == CREATE:
-                        del self._lines[name]
-                    return command
-        return None
+    def _add_in_order(self, command: Command) -> None:
+        """Let a command of a model run, and those that have waited for it; or let it wait for an earlier one."""
+        if command.line not in self._lines:
+            sql = "SELECT max(seq) FROM commands WHERE line = ? AND outcome IS NOT NULL"
+            ((last,),) = self.log.query(sql, (command.line,))
+            self._lines[command.line] = _Line((last or 0) + 1)
+        line = self._lines[command.line]
+        line.early[command.seq] = command
+        while (next_one := line.early.pop(line.next_seq, None)) is not None:
+            self._commands.add(next_one)
+            line.next_seq += 1
+
+    def _begin_samples(self) -> None:
+        """Let the engines have samples, as many as keep them busy: the others wait here, where owners take turns."""
+        while self._sampling < self._most_sampling and (command := self._samples.next()):
+            count = count_samples(command.fields)
+            self._sampling += count
+            self._begin(self._do_samples(command, count), command.request_id)
+
+    async def _do_samples(self, command: Command, count: int) -> None:
+        await self._do(command)
+        self._sampling -= count
+        self._begin_samples()
 
     async def _work(self) -> None:
         """Do commands of models, one at a time; woken by each new one."""
         while True:
             while self._jobs:
                 await self._in_trainer(self._jobs.popleft())
-            command = self._next()
+            command = self._commands.next()
             if command is None:
                 self._wake.clear()
                 await self._wake.wait()

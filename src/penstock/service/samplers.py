@@ -142,9 +142,10 @@ class Samplers:
     def _requests(
         self, name: str, fields: Mapping[str, Any], prompt: np.ndarray, adapter: str
     ) -> list[GenerationRequest]:
-        count, params = fields.get("num_samples", 1), fields.get("sampling_params") or {}
-        if not isinstance(count, int) or not 1 <= count <= MOST_SAMPLES:
-            raise UserError(f"num_samples: got {count!r}, allowed: 1 to {MOST_SAMPLES}")
+        count, params = count_samples(fields), fields.get("sampling_params") or {}
+        if not count:
+            got = fields["num_samples"]
+            raise UserError(f"num_samples: got {got!r}, allowed: 1 to {MOST_SAMPLES}")
         seed = params.get("seed")
         seed = stable_hash(name) if seed is None else int(seed)
         sampling = sampling_params(params, self._models.longest - len(prompt))
