@@ -354,6 +354,36 @@ def sampling_from(client: WireClient, session: str, number: int) -> Callable[...
     return ask
 
 
+def test_a_request_that_is_not_served_is_refused_in_a_sentence_and_leaves_no_gap(
+    server: ServerProcess,
+) -> None:
+    client = WireClient(server, key="tml-b")
+    model_id = json.loads(client.create(number=20))["model_id"]
+    promise = client.json("save_weights_external", {"model_id": model_id, "seq_id": 1, "path": "a"})
+    saved = client.json("save_weights", {"model_id": model_id, "seq_id": 2, "path": "a"})
+    assert json.loads(client.answer(saved["request_id"]))["path"].endswith("/weights/a")
+    told = json.loads(client.answer(promise["request_id"]))
+    assert (told["category"], "save_weights_external: not served" in told["error"]) == (
+        "user",
+        True,
+    )
+    checkpoint = f"training_runs/{model_id}/checkpoints/weights/a"
+    for method, path in (
+        ("POST", f"{checkpoint}/publish"),
+        ("DELETE", f"{checkpoint}/publish"),
+        ("GET", f"{checkpoint}/external_weights_urls"),
+        ("POST", "copy_weights"),
+        ("GET", "sessions/a/trace_export"),
+    ):
+        status, data = client.ask(path, method=method)
+        assert (status, json.loads(data)["error"]) == (
+            404,
+            f"{method} /api/v1/{path}: not served here, allowed: what docs/service.md names",
+        )
+    [listed] = client.json(f"training_runs/{model_id}/checkpoints", method="GET")["checkpoints"]
+    assert listed["checkpoint_id"] == "weights/a"
+
+
 def test_a_client_with_few_samples_does_not_wait_for_those_of_a_client_with_many(
     server: ServerProcess,
 ) -> None:

@@ -47,6 +47,7 @@ from penstock.workers.watchdog import Watchdog
 from penstock.workers.workers import Engines, all_or_first_error
 
 CREATE, SAMPLE = "create_model", "asample"
+SAVE_EXTERNAL = "save_weights_external"  # has a number of its model's, and is refused
 TRAINING = ("forward_backward", "optim_step", LOAD, SAVE, SAVE_SAMPLER)
 MOST_WAITING, MOST_WAITING_BYTES = 4096, 512 << 20  # commands without an answer, of one owner
 _QUEUED = 2  # samples that the engines have for each that they can make at once
@@ -363,6 +364,10 @@ class ServiceCore:
         self.log.begin(command)
         outcome, digest = "failed", None
         try:
+            if command.kind == SAVE_EXTERNAL:
+                raise UserError(
+                    f"{SAVE_EXTERNAL}: not served here, allowed: {SAVE}, {SAVE_SAMPLER}"
+                )
             if command.kind in _KINDS:
                 _check_checkpoint(command.fields)
             if command.kind == SAMPLE:

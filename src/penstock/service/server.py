@@ -26,7 +26,15 @@ from penstock.errors import UserError
 from penstock.files import say
 from penstock.rollout.agent.dialects import DIALECTS
 from penstock.service.chat import Chats
-from penstock.service.core import CREATE, SAMPLE, Busy, NotFound, ServiceCore, iterate_models
+from penstock.service.core import (
+    CREATE,
+    SAMPLE,
+    SAVE_EXTERNAL,
+    Busy,
+    NotFound,
+    ServiceCore,
+    iterate_models,
+)
 from penstock.service.models import LOAD, SAVE, SAVE_SAMPLER
 from penstock.serving import (
     AppServer,
@@ -68,6 +76,7 @@ class Server:
         self._chats = Chats(core)
         routes += [Route(path, self._chat, methods=post) for path in DIALECTS]
         routes.append(Route("/v1/models", self._handler(Server._list_models), methods=["GET"]))
+        routes.append(Route("/{path:path}", _refuse, methods=["GET", "POST", "PUT", "DELETE"]))
         self.app = make_app(routes, middleware=[Middleware(NoForeignPages, needs_host=False)])
 
     def _owner(self, request: Request) -> str:
@@ -206,12 +215,11 @@ class Server:
         return {"checkpoints": shown, "cursor": cursor}
 
     def _delete(self, owner: str, fields: Fields) -> Fields:
-        self.core.delete_checkpoint(owner, f"tinker://{fields['run']}/{fields['checkpoint']}")
+        self.core.delete_checkpoint(owner, _path(fields))
         return {}
 
     def _keep(self, owner: str, fields: Fields) -> Fields:
-        path = f"tinker://{fields['run']}/{fields['checkpoint']}"
-        self.core.keep_checkpoint(owner, path, fields.get("ttl_seconds"))
+        self.core.keep_checkpoint(owner, _path(fields), fields.get("ttl_seconds"))
         return {}
 
     def _sampler(self, owner: str, fields: Fields) -> Fields:
@@ -257,6 +265,7 @@ _PATHS: dict[tuple[str, str], Answer] = {
     ("POST", "optim_step"): _command("optim_step"),
     ("POST", "save_weights"): _command(SAVE),
     ("POST", "save_weights_for_sampler"): _command(SAVE_SAMPLER),
+    ("POST", SAVE_EXTERNAL): _command(SAVE_EXTERNAL),
     ("POST", "load_weights"): _command(LOAD),
     ("POST", "get_info"): Server._info,
     ("POST", "weights_info"): Server._weights_info,
@@ -268,9 +277,14 @@ _PATHS: dict[tuple[str, str], Answer] = {
     ("GET", "training_runs"): Server._runs,
     ("GET", "training_runs/{run}"): Server._one_run,
     ("GET", "training_runs/{run}/checkpoints"): Server._checkpoints,
-    ("DELETE", "training_runs/{run}/checkpoints/{checkpoint:path}"): Server._delete,
-    ("PUT", "training_runs/{run}/checkpoints/{checkpoint:path}/ttl"): Server._keep,
+    ("DELETE", "training_runs/{run}/checkpoints/{kind}/{name}"): Server._delete,
+    ("PUT", "training_runs/{run}/checkpoints/{kind}/{name}/ttl"): Server._keep,
 }
+
+
+async def _refuse(request: Request) -> Response:
+    named = f"{request.method} {request.url.path}"
+    raise HTTPException(404, f"{named}: not served here, allowed: what docs/service.md names")
 
 
 def _guarded(answer: Callable[[], Any]) -> Any:
@@ -294,6 +308,10 @@ def _fields(body: bytes) -> Fields:
     if not isinstance(fields, dict):
         raise HTTPException(400, "body: got no object, allowed: a JSON object")
     return fields
+
+
+def _path(fields: Fields) -> str:
+    return f"tinker://{fields['run']}/{fields['kind']}/{fields['name']}"
 
 
 def _text(fields: Fields) -> bytes:
