@@ -384,6 +384,29 @@ def test_a_request_that_is_not_served_is_refused_in_a_sentence_and_leaves_no_gap
     assert listed["checkpoint_id"] == "weights/a"
 
 
+def test_sessions_are_listed_with_their_models_and_samplers(server: ServerProcess) -> None:
+    client = WireClient(server, key="tml-1")
+    about = {"tags": [], "user_metadata": {"who": "me"}, "display_name": "first"}
+    session = client.json("create_session", about)["session_id"]
+    made = {"session_id": session, "model_seq_id": 0, "base_model": "demo"}
+    client.answer(client.json("create_model", made)["request_id"])
+    wrong = {**made, "model_seq_id": 1, "base_model": "other"}
+    client.answer(client.json("create_model", wrong)["request_id"])
+    sampling_from(client, session, 0)
+    assert client.json("sessions", method="GET") == {"sessions": [session]}
+    assert client.json("sessions?limit=5&offset=1", method="GET") == {"sessions": []}
+    assert client.json(f"sessions/{session}", method="GET") == {
+        "training_run_ids": [f"{session}:train:0"],
+        "sampler_ids": [f"{session}:sample:0"],
+        "user_metadata": {"who": "me"},
+        "display_name": "first",
+    }
+    assert client.ask(f"sessions/{session}", method="GET", key="tml-a")[0] == 404
+    assert (
+        session not in json.loads(client.ask("sessions", method="GET", key="tml-a")[1])["sessions"]
+    )
+
+
 def test_a_client_with_few_samples_does_not_wait_for_those_of_a_client_with_many(
     server: ServerProcess,
 ) -> None:

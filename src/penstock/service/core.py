@@ -54,6 +54,8 @@ _QUEUED = 2  # samples that the engines have for each that they can make at once
 _MOST_RUNS = 3  # of a command that may be what all engines died of
 _PRUNE_EVERY_S = 3600.0
 SILENT_S = 300.0  # without a word of its client, a session's models leave the memory
+Fields = dict[str, Any]
+_ABOUT = ("user_metadata", "display_name")  # what a client says about its session
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _KINDS = {SAVE: "weights", SAVE_SAMPLER: "sampler_weights"}
 _log = logging.getLogger(__name__)
@@ -227,29 +229,50 @@ class ServiceCore:
 
     # ---- sessions
 
-    def create_session(self, owner: str, key: str = "") -> str:
+    def create_session(self, owner: str, key: str = "", about: Fields | None = None) -> str:
         """A new session, or the one that the same request made before."""
         text = f"{owner}/{key}" if key else uuid.uuid4().hex
         session = hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
         self.log.query(
             "INSERT OR IGNORE INTO sessions VALUES(?, ?, ?, NULL)", (session, owner, time.time())
         )
+        if about:
+            self.log.fact(
+                f"session {session}", json.dumps({name: about.get(name) for name in _ABOUT})
+            )
         self.heard_of(owner, session)
         return session
 
-    def heard_of(self, owner: str, session: str) -> bool:
-        """Note that the client of a session is there; False: the session has ended."""
+    def sessions(self, owner: str) -> list[str]:
+        """The sessions of an owner, the newest first."""
+        sql = "SELECT session_id FROM sessions WHERE owner = ? ORDER BY begun_at DESC"
+        return [row[0] for row in self.log.query(sql, (owner,))]
+
+    def session(self, owner: str, session: str) -> tuple[Fields, list[str]]:
+        """What the client said about a session, and its samplers."""
+        self._check_session(owner, session)
+        about: Fields = json.loads(self.log.fact(f"session {session}") or "{}")
+        sql = "SELECT sampler_id FROM samplers WHERE sampler_id LIKE ? ORDER BY sampler_id"
+        return about, [row[0] for row in self.log.query(sql, (f"{session}:sample:%",))]
+
+    def _check_session(self, owner: str, session: str) -> bool:
+        """Refuse what is no session of this owner; False: it has ended."""
         rows = self.log.query(
             "SELECT owner, ended_at FROM sessions WHERE session_id = ?", (session,)
         )
         if not rows or rows[0][0] != owner:
             raise NotFound(f"session: got {session!r}, allowed: a session of this key")
+        return rows[0][1] is None
+
+    def heard_of(self, owner: str, session: str) -> bool:
+        """Note that the client of a session is there; False: the session has ended."""
+        goes_on = self._check_session(owner, session)
         if timer := self._timers.pop(session, None):
             timer.cancel()
-        if rows[0][1] is None:
+        if goes_on:
             later = asyncio.get_running_loop().call_later
             self._timers[session] = later(SILENT_S, self._put_away, session)
-        return rows[0][1] is None
+        return goes_on
 
     def finish_session(self, owner: str, session: str) -> None:
         """End a session: its models leave the memory, and samplers without a name go."""

@@ -107,9 +107,9 @@ class Server:
     # ---- sessions and futures
 
     async def _create_session(self, request: Request) -> Response:
-        owner, _ = self._owner(request), await self._body(request)
-        key = request.headers.get("x-idempotency-key", "")
-        return json_response({"session_id": self.core.create_session(owner, key)})
+        owner, body = self._owner(request), await self._body(request)
+        key, about = request.headers.get("x-idempotency-key", ""), _fields(body)
+        return json_response({"session_id": self.core.create_session(owner, key, about)})
 
     async def _forward_backward(self, request: Request) -> Response:
         owner, body = self._owner(request), await self._body(request)
@@ -151,6 +151,15 @@ class Server:
         is_proto = command.outcome == "done" and command.kind in ("forward_backward", SAMPLE)
         return Response(command.result, media_type=_PROTO if is_proto else "application/json")
 
+    def _sessions(self, owner: str, fields: Fields) -> Fields:
+        return {"sessions": _page(self.core.sessions(owner), fields)[0]}
+
+    def _session(self, owner: str, fields: Fields) -> Fields:
+        about, samplers = self.core.session(owner, fields["session"])
+        line = f"{fields['session']}:train"
+        models = [model_id for model_id, made in self._models_of(owner) if made.line == line]
+        return {**about, "training_run_ids": models, "sampler_ids": samplers}
+
     # ---- models and checkpoints
 
     def _info(self, owner: str, fields: Fields) -> Fields:
@@ -173,18 +182,17 @@ class Server:
             "train_attn": settings.train_attn,
         }
 
+    def _models_of(self, owner: str) -> list[tuple[str, Command]]:
+        return [model for model in iterate_models(self.core.log) if model[1].owner == owner]
+
     def _runs(self, owner: str, fields: Fields) -> Fields:
-        runs = [
-            self._run(owner, model_id, command)
-            for model_id, command in iterate_models(self.core.log)
-            if command.owner == owner
-        ]
+        runs = [self._run(owner, *model) for model in self._models_of(owner)]
         shown, cursor = _page(runs, fields)
         return {"training_runs": shown, "cursor": cursor}
 
     def _one_run(self, owner: str, fields: Fields) -> Fields:
-        for model_id, command in iterate_models(self.core.log):
-            if (model_id, command.owner) == (fields["run"], owner):
+        for model_id, command in self._models_of(owner):
+            if model_id == fields["run"]:
                 return self._run(owner, model_id, command)
         raise NotFound(f"training run: got {fields['run']!r}, allowed: one of this key")
 
@@ -273,6 +281,8 @@ _PATHS: dict[tuple[str, str], Answer] = {
     ("POST", "asample"): Server._sample,
     ("POST", "cancel_future"): lambda server, owner, fields: {},
     ("GET", "samplers/{sampler}"): Server._sampler,
+    ("GET", "sessions"): Server._sessions,
+    ("GET", "sessions/{session}"): Server._session,
     ("GET", "checkpoints"): Server._checkpoints,
     ("GET", "training_runs"): Server._runs,
     ("GET", "training_runs/{run}"): Server._one_run,
@@ -335,7 +345,7 @@ def _checkpoint(row: Fields) -> Fields:
     }
 
 
-def _page(rows: list[Fields], fields: Fields) -> tuple[list[Fields], Fields]:
+def _page(rows: list[Any], fields: Fields) -> tuple[list[Any], Fields]:
     try:
         limit, offset = int(fields.get("limit", 20)), int(fields.get("offset", 0))
     except (ValueError, TypeError):
