@@ -429,6 +429,16 @@ def test_a_client_with_few_samples_does_not_wait_for_those_of_a_client_with_many
         assert len(decode("SampleResponse", client_answer)["sequences"]) == 16
 
 
+def test_a_model_with_all_weights_can_be_made_from_its_checkpoint(server: ServerProcess) -> None:
+    """The SDK makes a model from a checkpoint only if the server calls it LoRA, with a rank."""
+    client = WireClient(server, key="tml-b")
+    model_id = json.loads(client.create(number=21, rank=0))["model_id"]
+    saved = client.json("save_weights", {"model_id": model_id, "seq_id": 1, "path": "a"})
+    path = json.loads(client.answer(saved["request_id"]))["path"]
+    info = client.json("weights_info", {"tinker_path": path})
+    assert (info["is_lora"], info["lora_rank"]) == (True, 0)
+
+
 def test_targets_in_a_prompt_may_be_sparse(server: ServerProcess) -> None:
     client = WireClient(server, key="tml-b")
     session = client.json("create_session", {"tags": []})["session_id"]

@@ -175,8 +175,8 @@ class Server:
         settings = self.core.settings_of(owner, checkpoint["model_id"])
         return {
             "base_model": self.core.base_names[0],
-            "is_lora": settings.rank > 0,
-            "lora_rank": settings.rank or None,
+            "is_lora": True,  # or the SDK makes no model of it; rank 0 is one with all weights
+            "lora_rank": settings.rank,
             "train_unembed": settings.rank == 0,
             "train_mlp": settings.train_mlp,
             "train_attn": settings.train_attn,
