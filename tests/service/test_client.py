@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from pathlib import Path
 
 import numpy as np
@@ -116,3 +117,46 @@ def test_a_full_queue_takes_no_more_from_its_owner(
             service.create_lora_training_client(rank=2)
         monkeypatch.setattr("penstock.service.core.MOST_WAITING", 9)
         assert service.create_lora_training_client(rank=2).model_id  # nothing was half logged
+
+
+def in_memory(service: penstock.Service) -> list[str]:
+    """The models in memory, when no more are put away."""
+    models, until = service._core.models._trained, time.monotonic() + 5
+    while models and time.monotonic() < until:
+        time.sleep(0.02)
+    return list(models)
+
+
+@pytest.mark.parametrize("end", ["silence", "a last word"])
+def test_a_client_that_has_gone_leaves_the_memory_when_its_commands_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Its commands take longer than its silence is waited for, and its models keep their state."""
+    if end == "silence":
+        monkeypatch.setattr("penstock.service.core.SILENT_S", 0.05)
+    with penstock.Service("demo", folder=tmp_path) as service:
+        trainer = service.create_lora_training_client(rank=2)
+        for _ in range(20):
+            trainer.forward_backward([DATUM] * 16, "cross_entropy")
+            last = trainer.optim_step(STEP)
+        if end != "silence":
+            service._call(service._of(service._core.finish_session, "local", service._session))
+        last.result()
+        assert in_memory(service) == []
+    with penstock.Service("demo", folder=tmp_path) as service:
+        service.resume_training_client(trainer.model_id).forward([DATUM], "cross_entropy").result()
+
+
+def test_a_client_that_went_before_a_restart_leaves_the_memory_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with penstock.Service("demo", folder=tmp_path) as service:
+        trainer = service.create_lora_training_client(rank=2)
+        monkeypatch.setattr("penstock.service.models.Models.run", lambda *values: time.sleep(1))
+        trainer.optim_step(STEP)
+    monkeypatch.undo()
+    monkeypatch.setattr("penstock.service.core.SILENT_S", 0.05)
+    with penstock.Service("demo", folder=tmp_path) as service:
+        answer = service._core.answer("local", f"{trainer.model_id}#1", 60.0)
+        assert service._call(answer).outcome == "done"
+        assert in_memory(service) == []

@@ -79,9 +79,9 @@ class _Turns:
         lines = self._owners.setdefault(command.owner, OrderedDict())
         lines.setdefault(command.line, deque()).append(command)
 
-    def holds(self, owner: str, line: str) -> bool:
+    def holds(self, line: str) -> bool:
         """Whether a command of this line waits for its turn."""
-        return line in self._owners.get(owner, ())
+        return any(line in lines for lines in self._owners.values())
 
     def next(self) -> Command | None:
         """The command whose turn it is; its owner and its line are the last ones then."""
@@ -170,6 +170,7 @@ class ServiceCore:
         self._begin(watchdog.run(), "watchdog")
         self._begin(self._work(), "commands")
         for command in list(self.log.select("outcome IS NULL")):
+            self.heard_of(command.owner, command.line.partition(":")[0])
             self._enqueue(command)
         self._prune()
 
@@ -281,18 +282,19 @@ class ServiceCore:
             "UPDATE sessions SET ended_at = ? WHERE session_id = ? AND ended_at IS NULL",
             (time.time(), session),
         )
-        if timer := self._timers.pop(session, None):
-            timer.cancel()
         self._put_away(session)
         self._timers[""].cancel()
         self._prune()
 
     def _put_away(self, session: str) -> None:
-        """Free the memory of a session's models, between two commands."""
+        """Free the memory of a session's models that have nothing to do; `_work` frees the others after that."""
+        if timer := self._timers.pop(session, None):
+            timer.cancel()
         sql = "SELECT seq FROM commands WHERE line = ? AND outcome = 'done'"
         for (number,) in self.log.query(sql, (f"{session}:train",)):
             model_id = f"{session}:train:{number}"
-            self._jobs.append(lambda model_id=model_id: self.models.put_away(model_id))  # type: ignore[misc]
+            if not self._commands.holds(model_id):
+                self._jobs.append(functools.partial(self.models.put_away, model_id))
         self._wake.set()
 
     # ---- commands
@@ -379,8 +381,11 @@ class ServiceCore:
                 await self._wake.wait()
                 continue
             await self._do(command)
-            if command.kind != CREATE:
-                await self._in_trainer(self.models.snapshot, command.line)
+            model_id = f"{command.line}:{command.seq}" if command.kind == CREATE else command.line
+            is_last = not self._commands.holds(model_id)
+            has_gone = is_last and model_id.partition(":")[0] not in self._timers
+            keep = self.models.put_away if has_gone else self.models.snapshot
+            await self._in_trainer(keep, model_id)
 
     async def _do(self, command: Command) -> None:
         """Do a command and log its answer; whatever fails is an answer too."""
