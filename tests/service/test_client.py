@@ -160,3 +160,17 @@ def test_a_client_that_went_before_a_restart_leaves_the_memory_too(
         answer = service._core.answer("local", f"{trainer.model_id}#1", 60.0)
         assert service._call(answer).outcome == "done"
         assert in_memory(service) == []
+
+
+def test_a_sampler_whose_checkpoint_was_deleted_says_so_whether_or_not_an_engine_holds_it(
+    tmp_path: Path,
+) -> None:
+    params = SamplingParams(max_tokens=2)
+    with penstock.Service("demo", folder=tmp_path) as service:
+        path = service.create_lora_training_client(rank=2).save_weights_for_sampler("a").result()
+        held, unused = (service.create_sampling_client(path) for _ in range(2))
+        held.sample(IDS[:3], 1, params).result()
+        service.delete_checkpoint(path)
+        for sampler in (held, unused):
+            with pytest.raises(penstock.UserError, match="whose checkpoint was deleted, allowed"):
+                sampler.sample(IDS[:3], 1, params).result()

@@ -566,6 +566,11 @@ class ServiceCore:
         folder, settings = sampler["folder"] or "", None
         if folder:
             settings = self.settings_of(command.owner, folder.split("/")[1])
+            if not (self.folder / folder).is_dir():
+                raise UserError(
+                    f"sampling_session_id: got {command.line!r}, whose checkpoint was deleted, "
+                    "allowed: one that has its checkpoint"
+                )
         name, fields = command.request_id, command.fields
         return await self.samplers.sample(name, fields, folder, sampler["digest"] or "", settings)
 
