@@ -18,7 +18,7 @@ import logging
 import re
 import time
 import uuid
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -32,9 +32,17 @@ from penstock.config.source import validate
 from penstock.errors import EnginesLost, PenstockError, RunError, UserError
 from penstock.run import preflight
 from penstock.service.adapters import Adapters
-from penstock.service.models import LOAD, SAVE, SAVE_SAMPLER, Models, ModelSettings
+from penstock.service.models import (
+    LOAD,
+    SAVE,
+    SAVE_EXTERNAL,
+    SAVE_SAMPLER,
+    Models,
+    ModelSettings,
+)
 from penstock.service.prune import prune, remove_weights, sweep
 from penstock.service.samplers import Samplers, count_samples
+from penstock.service.turns import Turns
 from penstock.store import trust
 from penstock.store.command_log import FILE, Command, CommandLog
 from penstock.store.run_folder import RunFolder
@@ -47,7 +55,6 @@ from penstock.workers.watchdog import Watchdog
 from penstock.workers.workers import Engines, all_or_first_error
 
 CREATE, SAMPLE = "create_model", "asample"
-SAVE_EXTERNAL = "save_weights_external"  # has a number of its model's, and is refused
 TRAINING = ("forward_backward", "optim_step", LOAD, SAVE, SAVE_SAMPLER)
 MOST_WAITING, MOST_WAITING_BYTES = 4096, 512 << 20  # commands without an answer, of one owner
 _QUEUED = 2  # samples that the engines have for each that they can make at once
@@ -67,34 +74,6 @@ class Busy(PenstockError):
 
 class NotFound(UserError):
     """There is no such thing, or it belongs to another key."""
-
-
-class _Turns:
-    """Commands that may run: owners take turns, and then the lines of an owner."""
-
-    def __init__(self) -> None:
-        self._owners: OrderedDict[str, OrderedDict[str, deque[Command]]] = OrderedDict()
-
-    def add(self, command: Command) -> None:
-        lines = self._owners.setdefault(command.owner, OrderedDict())
-        lines.setdefault(command.line, deque()).append(command)
-
-    def holds(self, line: str) -> bool:
-        """Whether a command of this line waits for its turn."""
-        return any(line in lines for lines in self._owners.values())
-
-    def next(self) -> Command | None:
-        """The command whose turn it is; its owner and its line are the last ones then."""
-        if not self._owners:
-            return None
-        owner, lines = self._owners.popitem(last=False)
-        line, commands = lines.popitem(last=False)
-        command = commands.popleft()
-        if commands:
-            lines[line] = commands
-        if lines:
-            self._owners[owner] = lines
-        return command
 
 
 @dataclass(slots=True)
@@ -132,7 +111,7 @@ class ServiceCore:
         self._engines: Engines | None = None  # before `start`
         self._trainer = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._lines: dict[str, _Line] = {}
-        self._commands, self._samples = _Turns(), _Turns()
+        self._commands, self._samples = Turns(), Turns()
         self._sampling = self._most_sampling = 0  # samples that the engines have, and may have
         self._jobs: deque[Callable[[], None]] = deque()
         self._answers: dict[str, asyncio.Event] = {}
@@ -393,9 +372,7 @@ class ServiceCore:
         outcome, digest = "failed", None
         try:
             if command.kind == SAVE_EXTERNAL:
-                raise UserError(
-                    f"{SAVE_EXTERNAL}: not served here, allowed: {SAVE}, {SAVE_SAMPLER}"
-                )
+                raise UserError(f"{SAVE_EXTERNAL}: not served here, allowed: {SAVE}")
             if command.kind in _KINDS:
                 _check_checkpoint(command.fields)
             if command.kind == SAMPLE:
@@ -463,7 +440,7 @@ class ServiceCore:
 
     # ---- checkpoints and samplers
 
-    def _saved(self, command: Command, made: dict[str, Any]) -> dict[str, str]:
+    def _saved(self, command: Command, made: Fields) -> dict[str, str]:
         """Record a checkpoint that was written; the client's answer."""
         fields, owner = command.fields, command.owner
         folder = f"checkpoints/{command.line}/{command.seq}"
@@ -473,45 +450,38 @@ class ServiceCore:
             self._add_sampler(sampler, owner, None, folder, made["digest"])
             return {"sampling_session_id": sampler}
         kind, name = _KINDS[command.kind], name or f"step-{command.seq}"
-        path = f"tinker://{command.line}/{kind}/{name}"
-        self.log.query(
-            "INSERT OR REPLACE INTO checkpoints VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                path,
-                command.line,
-                owner,
-                folder,
-                made["digest"],
-                kind,
-                made["size_bytes"],
-                time.time(),
-                _expiry(fields.get("ttl_seconds")),
-                json.dumps(fields.get("user_metadata")),
-            ),
+        path, now = f"tinker://{command.line}/{kind}/{name}", time.time()
+        about = _expiry(fields.get("ttl_seconds")), json.dumps(fields.get("user_metadata"))
+        row = (
+            path,
+            command.line,
+            owner,
+            folder,
+            made["digest"],
+            kind,
+            made["size_bytes"],
+            now,
+            *about,
         )
+        marks = ", ".join("?" * len(row))
+        self.log.query(f"INSERT OR REPLACE INTO checkpoints VALUES({marks})", row)
         return {"path": path}
 
     def _add_sampler(self, sampler: str, *values: str | None) -> None:
         self.log.query("INSERT OR IGNORE INTO samplers VALUES(?, ?, ?, ?, ?)", (sampler, *values))
 
-    def checkpoints(self, owner: str, model_id: str | None = None) -> list[dict[str, Any]]:
+    def checkpoints(self, owner: str, model_id: str | None = None) -> list[Fields]:
         """The checkpoints of an owner, or of one model, the newest first; expired ones are removed."""
-        columns = "path, model_id, folder, digest, kind, size_bytes, at, expires_at, metadata"
-        where, values = "owner = ?", [owner]
-        if model_id is not None:
-            where, values = f"{where} AND model_id = ?", [*values, model_id]
+        sql = "SELECT * FROM checkpoints WHERE owner = ? AND model_id = ifnull(?, model_id) ORDER BY at DESC"
         found = []
-        for row in self.log.query(
-            f"SELECT {columns} FROM checkpoints WHERE {where} ORDER BY at DESC", values
-        ):
-            checkpoint = dict(zip(columns.split(", "), row, strict=True))
+        for checkpoint in self.log.records(sql, (owner, model_id)):
             if checkpoint["expires_at"] and checkpoint["expires_at"] < time.time():
                 self.delete_checkpoint(owner, checkpoint["path"])
             else:
                 found.append(checkpoint)
         return found
 
-    def checkpoint(self, owner: str, path: object) -> dict[str, Any]:
+    def checkpoint(self, owner: str, path: object) -> Fields:
         for checkpoint in self.checkpoints(owner):
             if checkpoint["path"] == path:
                 return checkpoint
@@ -530,14 +500,14 @@ class ServiceCore:
         self.checkpoint(owner, path)
         self.log.query("UPDATE checkpoints SET expires_at = ? WHERE path = ?", (_expiry(ttl), path))
 
-    def _source(self, command: Command) -> dict[str, Any]:
+    def _source(self, command: Command) -> Fields:
         """Where the checkpoint of a load_weights lies, and of what kind of model it is."""
         checkpoint = self.checkpoint(command.owner, command.fields.get("path"))
         settings = self.settings_of(command.owner, checkpoint["model_id"])
         shape = [settings.rank, settings.train_attn, settings.train_mlp]
         return {"folder": checkpoint["folder"], "shape": shape}
 
-    def create_sampler(self, owner: str, fields: dict[str, Any]) -> str:
+    def create_sampler(self, owner: str, fields: Fields) -> str:
         """A sampling session of the base model or of a checkpoint."""
         session, path = str(fields.get("session_id")), fields.get("model_path")
         name = "sampling_session_seq_id"
@@ -552,14 +522,11 @@ class ServiceCore:
             self._add_sampler(sampler, owner, path, checkpoint["folder"], checkpoint["digest"])
         return sampler
 
-    def sampler(self, owner: str, sampler: str) -> dict[str, Any]:
-        columns = "model_path, folder, digest"
-        rows = self.log.query(
-            f"SELECT {columns} FROM samplers WHERE sampler_id = ? AND owner = ?", (sampler, owner)
-        )
-        if not rows:
-            raise NotFound(f"sampling_session_id: got {sampler!r}, allowed: a sampler of this key")
-        return dict(zip(columns.split(", "), rows[0], strict=True))
+    def sampler(self, owner: str, sampler: str) -> Fields:
+        sql = "SELECT * FROM samplers WHERE sampler_id = ? AND owner = ?"
+        for row in self.log.records(sql, (sampler, owner)):
+            return row
+        raise NotFound(f"sampling_session_id: got {sampler!r}, allowed: a sampler of this key")
 
     async def _sample(self, command: Command) -> bytes:
         sampler = self.sampler(command.owner, command.line)
@@ -603,7 +570,7 @@ def _number(text: str) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else -1
 
 
-def _check_checkpoint(fields: dict[str, Any]) -> None:
+def _check_checkpoint(fields: Fields) -> None:
     """Refuse a checkpoint whose name is no name of a file, or whose time to live is no time."""
     name = fields.get("path")
     if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):

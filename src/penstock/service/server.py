@@ -26,16 +26,8 @@ from penstock.errors import UserError
 from penstock.files import say
 from penstock.rollout.agent.dialects import DIALECTS
 from penstock.service.chat import Chats
-from penstock.service.core import (
-    CREATE,
-    SAMPLE,
-    SAVE_EXTERNAL,
-    Busy,
-    NotFound,
-    ServiceCore,
-    iterate_models,
-)
-from penstock.service.models import LOAD, SAVE, SAVE_SAMPLER
+from penstock.service.core import CREATE, SAMPLE, Busy, NotFound, ServiceCore, iterate_models
+from penstock.service.models import LOAD, SAVE, SAVE_EXTERNAL, SAVE_SAMPLER
 from penstock.serving import (
     AppServer,
     NoForeignPages,
