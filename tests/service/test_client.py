@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from penstock import AdamParams, Datum, SamplingParams
 from penstock.cli import app
 from penstock.service.core import Busy, ServiceCore
 from penstock.store.command_log import FILE
+from stages import either_loop
 
 IDS = [1, 5, 6, 7, 8, 9]
 DATUM = Datum(IDS[:-1], {"target_tokens": IDS[1:], "weights": [1.0] * 5})
@@ -36,7 +38,7 @@ def test_a_loop_of_a_user_goes_on_in_another_process_and_its_folder_is_checked(
         losses = []
         for _ in range(3):
             done = trainer.forward_backward([DATUM, DATUM], "cross_entropy")
-            assert trainer.optim_step(STEP).result()["grad_norm"] > 0
+            assert trainer.optim_step(STEP).result().metrics["grad_norm"] > 0
             output = done.result()
             losses.append(output.metrics["loss:sum"])
             total = -sum(part["logprobs"].sum() for part in output.loss_fn_outputs)
@@ -54,7 +56,7 @@ def test_a_loop_of_a_user_goes_on_in_another_process_and_its_folder_is_checked(
 
         with pytest.raises(penstock.UserError, match="loss_fn: got 'nonsense'"):
             trainer.forward_backward([DATUM], "nonsense").result()
-        path = trainer.save_state("a").result()
+        path = trainer.save_state("a").result().path
         assert service.list_checkpoints() == [path]
         with pytest.raises(penstock.UserError, match="process"):
             ServiceCore(service._core.config, folder)  # one service writes a folder
@@ -104,7 +106,7 @@ def test_losses_of_ones_own_have_the_gradient_of_torch(tmp_path: Path) -> None:
         theirs = clients[1].forward_backward([twice, twice], "cross_entropy").result()
         assert own.metrics["mine"] == 1.0
         assert own.metrics["loss:sum"] == pytest.approx(theirs.metrics["loss:sum"], rel=1e-5)
-        norms = [client.optim_step(STEP).result()["grad_norm"] for client in clients]
+        norms = [client.optim_step(STEP).result().metrics["grad_norm"] for client in clients]
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
@@ -140,7 +142,7 @@ def test_a_client_that_has_gone_leaves_the_memory_when_its_commands_are_done(
             trainer.forward_backward([DATUM] * 16, "cross_entropy")
             last = trainer.optim_step(STEP)
         if end != "silence":
-            service._call(service._of(service._core.finish_session, "local", service._session))
+            service._now(service._core.finish_session, "local", service._session)
         last.result()
         assert in_memory(service) == []
     with penstock.Service("demo", folder=tmp_path) as service:
@@ -167,10 +169,19 @@ def test_a_sampler_whose_checkpoint_was_deleted_says_so_whether_or_not_an_engine
 ) -> None:
     params = SamplingParams(max_tokens=2)
     with penstock.Service("demo", folder=tmp_path) as service:
-        path = service.create_lora_training_client(rank=2).save_weights_for_sampler("a").result()
+        path = (
+            service.create_lora_training_client(rank=2).save_weights_for_sampler("a").result().path
+        )
         held, unused = (service.create_sampling_client(path) for _ in range(2))
         held.sample(IDS[:3], 1, params).result()
         service.delete_checkpoint(path)
         for sampler in (held, unused):
             with pytest.raises(penstock.UserError, match="whose checkpoint was deleted, allowed"):
                 sampler.sample(IDS[:3], 1, params).result()
+
+
+def test_a_loop_by_the_sdks_methods_runs_in_process(tmp_path: Path) -> None:
+    with penstock.Service("demo", folder=tmp_path) as service:
+        told = asyncio.run(either_loop.train(service, penstock, list))
+    assert told[6] < told[3] < told[0]  # losses
+    assert told[-2:] == ["demo", 256]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 
+import penstock
 from penstock.service.audit import audit_service
+from stages import either_loop
 from stages.service_client import serving
 
 PYTHON = os.environ.get("PENSTOCK_TEST_TINKER", "")
@@ -75,3 +78,24 @@ def test_the_sdk_trains_samples_and_loads_and_notices_no_kill(tmp_path: Path) ->
     assert audit_service(tmp_path / "disturbed" / "service") == 0
     assert disturbed["losses"] == undisturbed["losses"]  # the seed is the same, and so is every bit
     assert disturbed["loaded"] == undisturbed["loaded"]
+
+
+def test_a_loop_tells_the_same_over_http_and_in_process(tmp_path: Path) -> None:
+    """With its seeds, every number of the SDK's client is that of `penstock.Service`, bit for bit."""
+    with serving(tmp_path / "http") as server:
+        address = f"http://127.0.0.1:{server.port}"
+        variables = {
+            "TINKER_BASE_URL": address,
+            "TINKER_API_KEY": "tml-me",
+            "TINKER_TELEMETRY": "0",
+        }
+        printed = subprocess.run(
+            [PYTHON, either_loop.__file__],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, **variables},
+        ).stdout
+    with penstock.Service("demo", folder=tmp_path / "in process") as service:
+        own = asyncio.run(either_loop.train(service, penstock, list))
+    assert json.loads(printed.splitlines()[-1]) == own
