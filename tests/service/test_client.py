@@ -185,3 +185,24 @@ def test_a_loop_by_the_sdks_methods_runs_in_process(tmp_path: Path) -> None:
         told = asyncio.run(either_loop.train(service, penstock, list))
     assert told[6] < told[3] < told[0]  # losses
     assert told[-2:] == ["demo", 256]
+
+
+@pytest.mark.parametrize(("fill", "begun"), [(1.0, 5), (0.25, 20)])
+def test_engines_get_more_requests_when_few_samples_of_each_run_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fill: float, begun: int
+) -> None:
+    calls: list[str] = []
+
+    async def sample(name: str, *values: object) -> bytes:
+        calls.append(name)
+        return await asyncio.Future()  # for ever
+
+    settings = {"engine.max_slots": 8}
+    with penstock.Service("demo", folder=tmp_path, settings=settings) as service:
+        monkeypatch.setattr(service._core.samplers, "sample", sample)
+        service._core.samplers.fill = fill
+        sampler = service.create_sampling_client()
+        for _ in range(40):
+            sampler.sample(IDS, 2, SamplingParams(max_tokens=2))
+        service._call(asyncio.sleep(0.1))
+        assert len(calls) == begun

@@ -57,7 +57,7 @@ from penstock.workers.workers import Engines, all_or_first_error
 CREATE, SAMPLE = "create_model", "asample"
 TRAINING = ("forward_backward", "optim_step", LOAD, SAVE, SAVE_SAMPLER)
 MOST_WAITING, MOST_WAITING_BYTES = 4096, 512 << 20  # commands without an answer, of one owner
-_QUEUED = 2  # samples that the engines have for each that they can make at once
+_AHEAD = 1.25  # samples that run or wait in the engines, for each that they can make at once
 _MOST_RUNS = 3  # of a command that may be what all engines died of
 _PRUNE_EVERY_S = 3600.0
 SILENT_S = 300.0  # without a word of its client, a session's models leave the memory
@@ -112,7 +112,7 @@ class ServiceCore:
         self._trainer = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._lines: dict[str, _Line] = {}
         self._commands, self._samples = Turns(), Turns()
-        self._sampling = self._most_sampling = 0  # samples that the engines have, and may have
+        self._sampling = self._slots = 0  # samples that the engines have, and can make at once
         self._jobs: deque[Callable[[], None]] = deque()
         self._answers: dict[str, asyncio.Event] = {}
         self._waiting: Counter[str] = Counter()
@@ -142,7 +142,7 @@ class ServiceCore:
             raise
         holds = stats.most_adapters > 0
         self.samplers = Samplers(self.models, engines, self._in_trainer, holds_adapters=holds)
-        self._most_sampling = _QUEUED * (stats.slots or UNKNOWN_SLOTS) * launch.num_producers
+        self._slots = (stats.slots or UNKNOWN_SLOTS) * launch.num_producers
         watchdog = Watchdog(
             engines.events.waits, self.config.watchdog, engines, note=engines.events.note
         )
@@ -339,7 +339,9 @@ class ServiceCore:
 
     def _begin_samples(self) -> None:
         """Let the engines have samples, as many as keep them busy: the others wait here, where owners take turns."""
-        while self._sampling < self._most_sampling and (command := self._samples.next()):
+        while self._sampling * self.samplers.fill < _AHEAD * self._slots:
+            if (command := self._samples.next()) is None:
+                return
             count = count_samples(command.fields)
             self._sampling += count
             self._begin(self._do_samples(command, count), command.request_id)

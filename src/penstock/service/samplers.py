@@ -23,6 +23,7 @@ from penstock.store import wire
 from penstock.workers.workers import Engines
 
 MOST_SAMPLES = 1024  # of one request
+_NEWEST_SHARE, _LEAST_FILL = 0.2, 0.125  # of a running average
 MOST_LIKELY = 1024  # tokens of one place that a request may ask for
 
 
@@ -45,6 +46,7 @@ class Samplers:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._settings: dict[str, Any] = {}
+        self.fill = 0.5  # the share of the samples of a request that run, on average until its end
 
     # ---- turns
 
@@ -134,6 +136,9 @@ class Samplers:
                 generations = await self._engines.pool.generate_many(requests)
         if failed := [g for g in generations if g.finish_reason in ("error", "abort")]:
             raise EngineError(f"sampling failed: {failed[0].error or 'the engine was stopped'}")
+        lengths = [len(generation.token_ids) for generation in generations]
+        share = sum(lengths) / (len(lengths) * max(1, *lengths))
+        self.fill += _NEWEST_SHARE * (max(share, _LEAST_FILL) - self.fill)
         answer: dict[str, Any] = {"sequences": [_sequence(g) for g in generations]}
         if ask.asks_anything:
             await self._in_trainer(self._add_scores, answer, ask, generations, folder, settings)
