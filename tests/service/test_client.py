@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from penstock import AdamParams, Datum, SamplingParams
 from penstock.cli import app
 from penstock.service.core import Busy, ServiceCore
 from penstock.store.command_log import FILE
+from stages import either_loop
 
 IDS = [1, 5, 6, 7, 8, 9]
 DATUM = Datum(IDS[:-1], {"target_tokens": IDS[1:], "weights": [1.0] * 5})
@@ -35,7 +38,7 @@ def test_a_loop_of_a_user_goes_on_in_another_process_and_its_folder_is_checked(
         losses = []
         for _ in range(3):
             done = trainer.forward_backward([DATUM, DATUM], "cross_entropy")
-            assert trainer.optim_step(STEP).result()["grad_norm"] > 0
+            assert trainer.optim_step(STEP).result().metrics["grad_norm"] > 0
             output = done.result()
             losses.append(output.metrics["loss:sum"])
             total = -sum(part["logprobs"].sum() for part in output.loss_fn_outputs)
@@ -53,7 +56,7 @@ def test_a_loop_of_a_user_goes_on_in_another_process_and_its_folder_is_checked(
 
         with pytest.raises(penstock.UserError, match="loss_fn: got 'nonsense'"):
             trainer.forward_backward([DATUM], "nonsense").result()
-        path = trainer.save_state("a").result()
+        path = trainer.save_state("a").result().path
         assert service.list_checkpoints() == [path]
         with pytest.raises(penstock.UserError, match="process"):
             ServiceCore(service._core.config, folder)  # one service writes a folder
@@ -103,7 +106,7 @@ def test_losses_of_ones_own_have_the_gradient_of_torch(tmp_path: Path) -> None:
         theirs = clients[1].forward_backward([twice, twice], "cross_entropy").result()
         assert own.metrics["mine"] == 1.0
         assert own.metrics["loss:sum"] == pytest.approx(theirs.metrics["loss:sum"], rel=1e-5)
-        norms = [client.optim_step(STEP).result()["grad_norm"] for client in clients]
+        norms = [client.optim_step(STEP).result().metrics["grad_norm"] for client in clients]
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
@@ -116,3 +119,90 @@ def test_a_full_queue_takes_no_more_from_its_owner(
             service.create_lora_training_client(rank=2)
         monkeypatch.setattr("penstock.service.core.MOST_WAITING", 9)
         assert service.create_lora_training_client(rank=2).model_id  # nothing was half logged
+
+
+def in_memory(service: penstock.Service) -> list[str]:
+    """The models in memory, when no more are put away."""
+    models, until = service._core.models._trained, time.monotonic() + 5
+    while models and time.monotonic() < until:
+        time.sleep(0.02)
+    return list(models)
+
+
+@pytest.mark.parametrize("end", ["silence", "a last word"])
+def test_a_client_that_has_gone_leaves_the_memory_when_its_commands_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Its commands take longer than its silence is waited for, and its models keep their state."""
+    if end == "silence":
+        monkeypatch.setattr("penstock.service.core.SILENT_S", 0.05)
+    with penstock.Service("demo", folder=tmp_path) as service:
+        trainer = service.create_lora_training_client(rank=2)
+        for _ in range(20):
+            trainer.forward_backward([DATUM] * 16, "cross_entropy")
+            last = trainer.optim_step(STEP)
+        if end != "silence":
+            service._now(service._core.finish_session, "local", service._session)
+        last.result()
+        assert in_memory(service) == []
+    with penstock.Service("demo", folder=tmp_path) as service:
+        service.resume_training_client(trainer.model_id).forward([DATUM], "cross_entropy").result()
+
+
+def test_a_client_that_went_before_a_restart_leaves_the_memory_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with penstock.Service("demo", folder=tmp_path) as service:
+        trainer = service.create_lora_training_client(rank=2)
+        monkeypatch.setattr("penstock.service.models.Models.run", lambda *values: time.sleep(1))
+        trainer.optim_step(STEP)
+    monkeypatch.undo()
+    monkeypatch.setattr("penstock.service.core.SILENT_S", 0.05)
+    with penstock.Service("demo", folder=tmp_path) as service:
+        answer = service._core.answer("local", f"{trainer.model_id}#1", 60.0)
+        assert service._call(answer).outcome == "done"
+        assert in_memory(service) == []
+
+
+def test_a_sampler_whose_checkpoint_was_deleted_says_so_whether_or_not_an_engine_holds_it(
+    tmp_path: Path,
+) -> None:
+    params = SamplingParams(max_tokens=2)
+    with penstock.Service("demo", folder=tmp_path) as service:
+        path = (
+            service.create_lora_training_client(rank=2).save_weights_for_sampler("a").result().path
+        )
+        held, unused = (service.create_sampling_client(path) for _ in range(2))
+        held.sample(IDS[:3], 1, params).result()
+        service.delete_checkpoint(path)
+        for sampler in (held, unused):
+            with pytest.raises(penstock.UserError, match="whose checkpoint was deleted, allowed"):
+                sampler.sample(IDS[:3], 1, params).result()
+
+
+def test_a_loop_by_the_sdks_methods_runs_in_process(tmp_path: Path) -> None:
+    with penstock.Service("demo", folder=tmp_path) as service:
+        told = asyncio.run(either_loop.train(service, penstock, list))
+    assert told[6] < told[3] < told[0]  # losses
+    assert told[-2:] == ["demo", 256]
+
+
+@pytest.mark.parametrize(("fill", "begun"), [(1.0, 5), (0.25, 20)])
+def test_engines_get_more_requests_when_few_samples_of_each_run_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fill: float, begun: int
+) -> None:
+    calls: list[str] = []
+
+    async def sample(name: str, *values: object) -> bytes:
+        calls.append(name)
+        return await asyncio.Future()  # for ever
+
+    settings = {"engine.max_slots": 8}
+    with penstock.Service("demo", folder=tmp_path, settings=settings) as service:
+        monkeypatch.setattr(service._core.samplers, "sample", sample)
+        service._core.samplers.fill = fill
+        sampler = service.create_sampling_client()
+        for _ in range(40):
+            sampler.sample(IDS, 2, SamplingParams(max_tokens=2))
+        service._call(asyncio.sleep(0.1))
+        assert len(calls) == begun

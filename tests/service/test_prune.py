@@ -41,7 +41,7 @@ def test_a_day_later_a_service_has_forgotten_what_it_answered_and_goes_on(
         trainer, twin = (service.create_lora_training_client(rank=2, seed=1) for _ in range(2))
         for _ in range(2):
             assert step(trainer) == step(twin)
-        named = trainer.save_state("a").result()
+        named = trainer.save_state("a").result().path
         trainer.save_state("a").result()  # the new checkpoint of this name
         sampler = trainer.save_weights_and_get_sampling_client()
         sampler.sample(IDS[:3], 1, SamplingParams(max_tokens=2)).result()
@@ -49,7 +49,7 @@ def test_a_day_later_a_service_has_forgotten_what_it_answered_and_goes_on(
         service.delete_checkpoint(named)  # a load that may be done again needs its weights
         assert (run("replay", str(tmp_path))[0], run("audit", str(tmp_path))[0]) == (0, 0)
         assert len(list((tmp_path / "checkpoints").glob("*/*"))) == 3
-        service._call(service._of(service._core._prune))
+        service._now(service._core._prune)
     # that of the load and that of the sampler; not that whose name was used again
     assert {place.name for place in (tmp_path / "checkpoints").glob("*/*")} == {"6", "7"}
 
@@ -63,7 +63,7 @@ def test_a_day_later_a_service_has_forgotten_what_it_answered_and_goes_on(
         again = service._call(service._core.answer("local", request, 1.0))
         assert json.loads(again.result)["error"] == "request_id: its answer was kept for a day"
         body = b"{}"
-        service._call(service._of(service._core.submit, "local", "optim_step", trainer.model_id, 1, body))  # fmt: skip
+        service._now(service._core.submit, "local", "optim_step", trainer.model_id, 1, body)  # fmt: skip
     with sqlite3.connect(tmp_path / FILE) as database:
         rows = database.execute("SELECT emptied, length(body), runs FROM commands WHERE line = ? ORDER BY seq", (trainer.model_id,)).fetchall()  # fmt: skip
     assert [(emptied, size == 0) for emptied, size, _ in rows[:4]] == [(1, True)] * 4

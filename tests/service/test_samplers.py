@@ -39,7 +39,7 @@ def ask(trainer: Any) -> list[Any]:
 def heard(told: list[Any], asked: list[Any]) -> list[Any]:
     """Gradients are told by their norms, weights by the log-probs of what is sampled."""
     answers = [future.result() for future in told]
-    plain = [a if isinstance(a, dict) else (a.metrics, *(o["logprobs"].tolist() for o in a.loss_fn_outputs)) for a in answers]  # fmt: skip
+    plain = [(a.metrics, *(o["logprobs"].tolist() for o in getattr(a, "loss_fn_outputs", ()))) for a in answers]  # fmt: skip
     return [*plain, *(future.result() for future in asked)]
 
 

@@ -341,6 +341,143 @@ def test_a_sampler_names_a_base_whose_tokenizer_can_be_loaded(server: ServerProc
     assert client.json("create_sampling_session", {**made, "base_model": base})
 
 
+def sampling_from(client: WireClient, session: str, number: int) -> Callable[..., str]:
+    """Ask a sampler of the base for samples; the request id of each."""
+    made = {"session_id": session, "sampling_session_seq_id": number, "base_model": "demo"}
+    sampler = client.json("create_sampling_session", made)["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": IDS[:3]}]}
+
+    def ask(seq: int, **fields: Any) -> str:
+        asked = {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt, **fields}
+        return str(client.json("asample", asked)["request_id"])
+
+    return ask
+
+
+def test_a_request_that_is_not_served_is_refused_in_a_sentence_and_leaves_no_gap(
+    server: ServerProcess,
+) -> None:
+    client = WireClient(server, key="tml-b")
+    model_id = json.loads(client.create(number=20))["model_id"]
+    promise = client.json("save_weights_external", {"model_id": model_id, "seq_id": 1, "path": "a"})
+    saved = client.json("save_weights", {"model_id": model_id, "seq_id": 2, "path": "a"})
+    assert json.loads(client.answer(saved["request_id"]))["path"].endswith("/weights/a")
+    told = json.loads(client.answer(promise["request_id"]))
+    assert (told["category"], "save_weights_external: not served" in told["error"]) == (
+        "user",
+        True,
+    )
+    checkpoint = f"training_runs/{model_id}/checkpoints/weights/a"
+    for method, path in (
+        ("POST", f"{checkpoint}/publish"),
+        ("DELETE", f"{checkpoint}/publish"),
+        ("GET", f"{checkpoint}/external_weights_urls"),
+        ("POST", "copy_weights"),
+        ("GET", "sessions/a/trace_export"),
+    ):
+        status, data = client.ask(path, method=method)
+        assert (status, json.loads(data)["error"]) == (
+            404,
+            f"{method} /api/v1/{path}: not served here, allowed: what docs/service.md names",
+        )
+    [listed] = client.json(f"training_runs/{model_id}/checkpoints", method="GET")["checkpoints"]
+    assert listed["checkpoint_id"] == "weights/a"
+
+
+def test_sessions_are_listed_with_their_models_and_samplers(server: ServerProcess) -> None:
+    client = WireClient(server, key="tml-1")
+    about = {"tags": [], "user_metadata": {"who": "me"}, "display_name": "first"}
+    session = client.json("create_session", about)["session_id"]
+    made = {"session_id": session, "model_seq_id": 0, "base_model": "demo"}
+    client.answer(client.json("create_model", made)["request_id"])
+    wrong = {**made, "model_seq_id": 1, "base_model": "other"}
+    client.answer(client.json("create_model", wrong)["request_id"])
+    sampling_from(client, session, 0)
+    assert client.json("sessions", method="GET") == {"sessions": [session]}
+    assert client.json("sessions?limit=5&offset=1", method="GET") == {"sessions": []}
+    assert client.json(f"sessions/{session}", method="GET") == {
+        "training_run_ids": [f"{session}:train:0"],
+        "sampler_ids": [f"{session}:sample:0"],
+        "user_metadata": {"who": "me"},
+        "display_name": "first",
+    }
+    assert client.ask(f"sessions/{session}", method="GET", key="tml-a")[0] == 404
+    assert (
+        session not in json.loads(client.ask("sessions", method="GET", key="tml-a")[1])["sessions"]
+    )
+
+
+def test_a_client_with_few_samples_does_not_wait_for_those_of_a_client_with_many(
+    server: ServerProcess,
+) -> None:
+    many, few = WireClient(server, key="tml-a"), WireClient(server, key="tml-b")
+    asks = [
+        sampling_from(client, client.json("create_session", {"tags": []})["session_id"], 30)
+        for client in (many, few)
+    ]
+    params = {"max_tokens": 40, "stop": []}
+    asked = [asks[0](seq, num_samples=16, sampling_params=params) for seq in range(40)]
+    few.answer(asks[1](0, num_samples=1, sampling_params=params))
+    with sqlite3.connect(server.folder / "service" / FILE) as database:
+        [(done,)] = database.execute(
+            "SELECT COUNT(*) FROM commands WHERE line = ? AND outcome IS NOT NULL",
+            (asked[0].partition("#")[0],),
+        )
+    assert done < len(asked) / 2
+    for request_id in asked:
+        client_answer = many.answer(request_id)
+        assert len(decode("SampleResponse", client_answer)["sequences"]) == 16
+
+
+def test_a_model_with_all_weights_can_be_made_from_its_checkpoint(server: ServerProcess) -> None:
+    """The SDK makes a model from a checkpoint only if the server calls it LoRA, with a rank."""
+    client = WireClient(server, key="tml-b")
+    model_id = json.loads(client.create(number=21, rank=0))["model_id"]
+    saved = client.json("save_weights", {"model_id": model_id, "seq_id": 1, "path": "a"})
+    path = json.loads(client.answer(saved["request_id"]))["path"]
+    info = client.json("weights_info", {"tinker_path": path})
+    assert (info["is_lora"], info["lora_rank"]) == (True, 0)
+
+
+def test_targets_in_a_prompt_may_be_sparse(server: ServerProcess) -> None:
+    client = WireClient(server, key="tml-b")
+    session = client.json("create_session", {"tags": []})["session_id"]
+    ask, one = sampling_from(client, session, 31), {"sampling_params": {"max_tokens": 1}}
+    targets = [5, -1, -1, 7]  # of a prompt of three tokens
+    whole = {"data": targets, "shape": [2, 2], "dtype": "int64"}
+    sparse = {
+        "data": [5, 7],
+        "shape": [2, 2],
+        "dtype": "int64",
+        "sparse_crow_indices": [0, 1, 2],
+        "sparse_col_indices": [0, 1],
+    }
+    answers = [
+        decode("SampleResponse", client.answer(ask(seq, target_prompt_logprobs=given, **one)))
+        for seq, given in enumerate((whole, sparse))
+    ]
+    full = np.frombuffer(answers[0]["target_prompt_logprobs"]["dense"], "<f4").reshape(2, 2)
+    csr = answers[1]["target_prompt_logprobs"]["sparse_csr"]
+    assert np.frombuffer(csr["values"], "<f4").tolist() == [full[0, 0], full[1, 1]]
+    assert np.frombuffer(csr["crow_indices"], "<i8").tolist() == [0, 1, 2]
+    assert np.frombuffer(csr["col_indices"], "<i8").tolist() == [0, 1]
+    wrong = {**sparse, "sparse_col_indices": [0, 2]}
+    told = json.loads(client.answer(ask(2, target_prompt_logprobs=wrong, **one)))
+    assert "target_prompt_logprobs: got indices that do not fit its shape [2, 2]" in told["error"]
+
+
+def test_the_most_likely_tokens_are_those_of_the_last_places_that_were_asked_for(
+    server: ServerProcess,
+) -> None:
+    client = WireClient(server, key="tml-b")
+    session = client.json("create_session", {"tags": []})["session_id"]
+    fields = {"prompt_logprobs": True, "prompt_logprobs_last_n": 1, "topk_prompt_logprobs": 2}
+    asked = sampling_from(client, session, 32)(0, **fields, sampling_params={"max_tokens": 1})
+    table = decode("SampleResponse", client.answer(asked))["topk_prompt_logprobs"]
+    logprobs = np.frombuffer(table["logprobs"], "<f4").reshape(3, 2)
+    assert (logprobs == -99999.0).all(axis=1).tolist() == [True, True, False]
+
+
 @pytest.mark.slow
 def test_checkpoints_are_listed_sampled_from_and_deleted(server: ServerProcess) -> None:
     client = WireClient(server, key="tml-b")

@@ -10,14 +10,14 @@ Datums, prompts and parameters may be those of the SDK, or the plain ones below.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import json
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future as ThreadFuture
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from penstock.service.core import ServiceCore
 
 _OWNER = "local"
+_WAITS = (
+    "create_",
+    "save_weights_and_",
+    "forward_backward_custom",
+)  # methods that return no future
 
 
 @dataclass(slots=True)
@@ -71,6 +76,9 @@ class ForwardBackwardOutput:
     metrics: dict[str, float]
 
 
+MostLikely = list[list[tuple[int, float]] | None]  # tokens and log-probs at each place
+
+
 @dataclass(slots=True)
 class SampledSequence:
     """One response."""
@@ -78,6 +86,7 @@ class SampledSequence:
     tokens: list[int]
     logprobs: list[float]
     stop_reason: str
+    topk_logprobs: MostLikely | None = None
 
 
 @dataclass(slots=True)
@@ -86,6 +95,7 @@ class SampleResponse:
 
     sequences: list[SampledSequence]
     prompt_logprobs: list[float | None] | None = None
+    topk_prompt_logprobs: MostLikely | None = None
 
 
 @dataclass(slots=True)
@@ -104,8 +114,33 @@ class Future:
         kind = UserError if failure["category"] == "user" else RunError
         raise kind(failure["error"])
 
+    async def result_async(self, timeout: float | None = None) -> Any:
+        return await asyncio.to_thread(self.result, timeout)
 
-class Service:
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self.result_async().__await__()
+
+
+class _WithAsync:
+    """Has NAME_async for each method NAME, as the SDK has it for programs with an event loop."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.endswith("_async"):
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        method = getattr(self, name.removesuffix("_async"))
+
+        async def call(*values: Any, **named: Any) -> Any:
+            if name.startswith(_WAITS):
+                return await asyncio.to_thread(method, *values, **named)
+            made = method(
+                *values, **named
+            )  # in this thread: commands keep the order of their calls
+            return await made if isinstance(self, SamplingClient) else made
+
+        return call
+
+
+class Service(_WithAsync):
     """A service of one model; see docs/service.md. Close it, or use it in a `with`."""
 
     def __init__(
@@ -130,21 +165,25 @@ class Service:
         except BaseException:
             self._end()
             raise
-        self._session = self._call(self._of(self._core.create_session, _OWNER))
-        self._num_models = self._num_samplers = 0
+        self._session = self._now(self._core.create_session, _OWNER)
+        self._models, self._samplers = itertools.count(), itertools.count()
 
     def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    @staticmethod
-    async def _of(function: Callable[..., Any], *values: Any) -> Any:
-        return function(*values)
+    def _now(self, function: Callable[..., Any], *values: Any) -> Any:
+        """What a function of the core gives, called where the core runs."""
+
+        async def call() -> Any:
+            return function(*values)
+
+        return self._call(call())
 
     def _submit(
         self, read: Callable[[bytes], Any], kind: str, line: str, seq: int, body: bytes
     ) -> Future:
         """Log a command; the future of its answer."""
-        request_id = self._call(self._of(self._core.submit, _OWNER, kind, line, seq, body))
+        request_id = self._now(self._core.submit, _OWNER, kind, line, seq, body)
 
         async def answer() -> Any:
             while (command := await self._core.answer(_OWNER, request_id, 60.0)) is None:
@@ -160,42 +199,68 @@ class Service:
         seed: int | None = None,
         train_mlp: bool = True,
         train_attn: bool = True,
+        train_unembed: bool = False,
+        user_metadata: dict[str, str] | None = None,
     ) -> TrainingClient:
-        """A new model: adapters of this rank; with rank 0 all weights are trained."""
+        """A new model: adapters of this rank; with rank 0 all weights are trained. The head has no adapter."""
         lora = {"rank": rank, "seed": seed, "train_mlp": train_mlp, "train_attn": train_attn}
-        fields = {"base_model": base_model or self._core.base_names[0], "lora_config": lora}
-        line, seq = f"{self._session}:train", self._num_models
-        self._num_models += 1
-        made = self._submit(json.loads, "create_model", line, seq, json.dumps(fields).encode())
-        return TrainingClient(self, made.result()["model_id"])
+        name = base_model or self._core.base_names[0]
+        fields = {"base_model": name, "lora_config": lora, "user_metadata": user_metadata}
+        line, body = f"{self._session}:train", json.dumps(fields).encode()
+        made = self._submit(_read, "create_model", line, next(self._models), body)
+        return TrainingClient(self, made.result().model_id)
+
+    def create_training_client_from_state(
+        self, path: str, optimizer: bool = False
+    ) -> TrainingClient:
+        """A new model with the weights of a checkpoint."""
+        model_id = self._now(self._core.checkpoint, _OWNER, path)["model_id"]
+        own = self._now(self._core.settings_of, _OWNER, model_id)
+        made = self.create_lora_training_client(None, own.rank, None, own.train_mlp, own.train_attn)
+        made._command("load_weights", path=path, optimizer=optimizer).result()
+        return made
+
+    def create_training_client_from_state_with_optimizer(self, path: str) -> TrainingClient:
+        """A new model with the weights and moments of a checkpoint."""
+        return self.create_training_client_from_state(path, optimizer=True)
 
     def resume_training_client(self, model_id: str) -> TrainingClient:
         """A model of an earlier process, after the last command that it logged."""
-        self._call(self._of(self._core.settings_of, _OWNER, model_id))
+        self._now(self._core.settings_of, _OWNER, model_id)
         sql = "SELECT max(seq) FROM commands WHERE line = ?"
-        ((last,),) = self._call(self._of(self._core.log.query, sql, (model_id,)))
+        ((last,),) = self._now(self._core.log.query, sql, (model_id,))
         return TrainingClient(self, model_id, last or 0)
 
-    def create_sampling_client(self, model_path: str | None = None) -> SamplingClient:
+    def create_sampling_client(
+        self, model_path: str | None = None, base_model: str | None = None
+    ) -> SamplingClient:
         """Samples from a checkpoint, tinker://..., or from the base model."""
-        fields: dict[str, Any] = {"session_id": self._session, "model_path": model_path}
-        fields |= {
-            "sampling_session_seq_id": self._next_sampler(),
-            "base_model": self._core.base_names[0],
-        }
-        return SamplingClient(self, self._call(self._of(self._core.create_sampler, _OWNER, fields)))
+        fields = {"session_id": self._session, "sampling_session_seq_id": next(self._samplers)}
+        fields |= {"model_path": model_path, "base_model": base_model or self._core.base_names[0]}
+        return SamplingClient(self, self._now(self._core.create_sampler, _OWNER, fields))
+
+    def get_server_capabilities(self) -> SimpleNamespace:
+        """The base model, in `supported_models`."""
+        name, longest = self._core.base_names[0], self._core.models.longest
+        served = SimpleNamespace(model_name=name, max_context_length=longest)
+        return SimpleNamespace(supported_models=[served])
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of the base model."""
+        from penstock.config.demo import resolve_model_path
+        from penstock.data.chat import load_tokenizer
+
+        config = self._core.config.model
+        source = config.tokenizer or resolve_model_path(config.path)
+        return load_tokenizer(source, trust_remote_code=config.trust_remote_code)
 
     def list_checkpoints(self) -> list[str]:
         """The paths of the checkpoints of this folder, the newest first."""
-        rows = self._call(self._of(self._core.checkpoints, _OWNER))
+        rows = self._now(self._core.checkpoints, _OWNER)
         return [row["path"] for row in rows]
 
     def delete_checkpoint(self, path: str) -> None:
-        self._call(self._of(self._core.delete_checkpoint, _OWNER, path))
-
-    def _next_sampler(self) -> int:
-        self._num_samplers += 1
-        return self._num_samplers - 1
+        self._now(self._core.delete_checkpoint, _OWNER, path)
 
     def close(self) -> None:
         """Stop; the folder keeps everything."""
@@ -215,17 +280,19 @@ class Service:
         self.close()
 
 
-class TrainingClient:
+class TrainingClient(_WithAsync):
     """One model that is trained. Calls return futures at once, and are done in their order."""
 
     def __init__(self, service: Service, model_id: str, last_seq: int = 0) -> None:
         self._service, self.model_id, self._seq = service, model_id, last_seq
+        self.create_sampling_client = service.create_sampling_client
+        self.get_tokenizer = service.get_tokenizer
 
-    def _command(
-        self, kind: str, read: Callable[[bytes], Any] = json.loads, **fields: Any
-    ) -> Future:
+    def _command(self, kind: str, **fields: Any) -> Future:
+        return self._submit(_read, kind, json.dumps(fields).encode())
+
+    def _submit(self, read: Callable[[bytes], Any], kind: str, body: bytes) -> Future:
         self._seq += 1
-        body = json.dumps(fields).encode()
         return self._service._submit(read, kind, self.model_id, self._seq, body)
 
     def forward_backward(
@@ -244,14 +311,17 @@ class TrainingClient:
             "loss_fn_config": settings,
             "forward_only": forward_only or None,
         }
-        self._seq += 1
         body = wire.encode("ForwardBackwardRequest", values)
-        submit = self._service._submit
-        return submit(_read_output, "forward_backward", self.model_id, self._seq, body)
+        return self._submit(_read_output, "forward_backward", body)
 
-    def forward(self, data: Sequence[Any], loss_fn: str) -> Future:
+    def forward(
+        self,
+        data: Sequence[Any],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float] | None = None,
+    ) -> Future:
         """The log-probs and the loss, without gradients."""
-        return self.forward_backward(data, loss_fn, forward_only=True)
+        return self.forward_backward(data, loss_fn, loss_fn_config, forward_only=True)
 
     def forward_backward_custom(
         self, data: Sequence[Any], loss_fn: Callable[[Any, Any], tuple[Any, dict[str, float]]]
@@ -259,10 +329,10 @@ class TrainingClient:
         """Add the gradients of your own loss: loss_fn(data, log-probs as torch tensors) -> (loss, metrics)."""
         import torch
 
-        plain = [Datum(_ids(d.model_input), {**d.loss_fn_inputs}) for d in data]
-        zeros = [np.zeros(len(datum.model_input), np.float32) for datum in plain]
-        for datum, nothing in zip(plain, zeros, strict=True):
-            datum.loss_fn_inputs = {"weights": nothing, **datum.loss_fn_inputs}
+        plain = []
+        for datum in data:
+            ids = _ids(datum.model_input)
+            plain.append(Datum(ids, {"weights": [0.0] * len(ids), **datum.loss_fn_inputs}))
         scored = self.forward(plain, "cross_entropy").result()
         logprobs = [
             torch.tensor(output["logprobs"], requires_grad=True)
@@ -274,52 +344,46 @@ class TrainingClient:
             datum.loss_fn_inputs = {**datum.loss_fn_inputs, "weights": -gradient.numpy()}
         added = self.forward_backward(plain, "cross_entropy")
         own = {**metrics, "loss:sum": float(loss.detach())}
-        read = functools.partial(_with_metrics, added._read, own)
-        return Future(added._waiting, read)
+        return Future(
+            added._waiting,
+            lambda octets: ForwardBackwardOutput(added._read(octets).loss_fn_outputs, own),
+        )
 
     def optim_step(self, adam_params: Any) -> Future:
         """One step of AdamW with the gradients so far."""
         params = adam_params if isinstance(adam_params, dict) else _fields(adam_params)
-        return self._command("optim_step", _read_metrics, adam_params=params)
+        return self._command("optim_step", adam_params=params)
 
-    def get_tokenizer(self) -> Any:
-        """The tokenizer of the base model."""
-        from penstock.config.demo import resolve_model_path
-        from penstock.data.chat import load_tokenizer
+    def save_state(self, name: str, **about: Any) -> Future:
+        """Save weights and moments, with ttl_seconds and user_metadata if they are given."""
+        return self._command("save_weights", path=name, **about)
 
-        config = self._service._core.config.model
-        source = config.tokenizer or resolve_model_path(config.path)
-        return load_tokenizer(source, trust_remote_code=config.trust_remote_code)
-
-    def save_state(self, name: str) -> Future:
-        """Save weights and moments; the path of the checkpoint."""
-        return self._command("save_weights", _read_path, path=name)
-
-    def save_weights_for_sampler(self, name: str) -> Future:
-        """Save weights to sample from; the path of the checkpoint."""
-        return self._command("save_weights_for_sampler", _read_path, path=name)
+    def save_weights_for_sampler(self, name: str, **about: Any) -> Future:
+        """Save weights to sample from, with ttl_seconds and user_metadata if they are given."""
+        return self._command("save_weights_for_sampler", path=name, **about)
 
     def save_weights_and_get_sampling_client(self) -> SamplingClient:
         """A client that samples from the weights of this moment."""
-        number = self._service._next_sampler()
+        number = next(self._service._samplers)
         kind = "save_weights_for_sampler"
         made = self._command(kind, sampling_session_seq_id=number).result()
-        return SamplingClient(self._service, made["sampling_session_id"])
+        return SamplingClient(self._service, made.sampling_session_id)
 
     def load_state(self, path: str) -> Future:
         """Load weights; the optimizer begins anew."""
-        return self._command("load_weights", _read_path, path=path, optimizer=False)
+        return self._command("load_weights", path=path, optimizer=False)
 
     def load_state_with_optimizer(self, path: str) -> Future:
         """Load weights and moments."""
-        return self._command("load_weights", _read_path, path=path, optimizer=True)
+        return self._command("load_weights", path=path, optimizer=True)
 
 
-class SamplingClient:
+class SamplingClient(_WithAsync):
     """Samples from one set of weights."""
 
     def __init__(self, service: Service, sampler_id: str) -> None:
         self._service, self.sampler_id, self._seq = service, sampler_id, 0
+        self.get_tokenizer = service.get_tokenizer
 
     def sample(
         self,
@@ -327,14 +391,18 @@ class SamplingClient:
         num_samples: int,
         sampling_params: Any,
         include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
     ) -> Future:
-        """Responses to a prompt."""
+        """Responses to a prompt; log-probs of the prompt and the k most likely tokens, if they are asked for."""
         chunk = {"type": "encoded_text", "tokens": _ids(prompt)}
         fields = {
             "prompt": {"chunks": [chunk]},
             "num_samples": num_samples,
             "sampling_params": _fields(sampling_params),
             "prompt_logprobs": include_prompt_logprobs,
+            "topk_prompt_logprobs": topk_prompt_logprobs,
+            "topk_sample_logprobs": topk_sample_logprobs,
         }
         self._seq += 1
         body = json.dumps(fields).encode()
@@ -386,19 +454,21 @@ def _read_output(octets: bytes) -> ForwardBackwardOutput:
     return ForwardBackwardOutput(outputs, message["metrics"])
 
 
-def _with_metrics(
-    read: Callable[[bytes], ForwardBackwardOutput], metrics: dict[str, float], octets: bytes
-) -> ForwardBackwardOutput:
-    return ForwardBackwardOutput(read(octets).loss_fn_outputs, metrics)
+def _read(octets: bytes) -> SimpleNamespace:
+    """An answer in JSON: `path` of a checkpoint, `metrics` of a step."""
+    return SimpleNamespace(**json.loads(octets))
 
 
-def _read_metrics(octets: bytes) -> dict[str, float]:
-    metrics: dict[str, float] = json.loads(octets)["metrics"]
-    return metrics
+def _read_most_likely(table: wire.Message | None) -> MostLikely | None:
+    from penstock.service.batches import NO_LOGPROB
 
-
-def _read_path(octets: bytes) -> str:
-    return str(json.loads(octets)["path"])
+    if table is None:
+        return None
+    shape = table["length"], table["k"]
+    ids = np.frombuffer(table["token_ids"], "<i4").reshape(shape).tolist()
+    logprobs = np.frombuffer(table["logprobs"], "<f4").reshape(shape).tolist()
+    rows = [list(zip(*row, strict=True)) for row in zip(ids, logprobs, strict=True)]
+    return [[pair for pair in row if pair[1] != NO_LOGPROB] or None for row in rows]
 
 
 def _read_samples(octets: bytes) -> SampleResponse:
@@ -408,6 +478,7 @@ def _read_samples(octets: bytes) -> SampleResponse:
             np.frombuffer(sequence.get("tokens", b""), "<i4").tolist(),
             np.frombuffer(sequence.get("logprobs", b""), "<f4").tolist(),
             "length" if sequence.get("stop_reason") else "stop",
+            _read_most_likely(sequence.get("topk_sampled_logprobs")),
         )
         for sequence in message.get("sequences", [])
     ]
@@ -415,4 +486,4 @@ def _read_samples(octets: bytes) -> SampleResponse:
     if "prompt_logprobs" in message:
         numbers = np.frombuffer(message["prompt_logprobs"], "<f4")
         prompt = [None if np.isnan(number) else float(number) for number in numbers]
-    return SampleResponse(sequences, prompt)
+    return SampleResponse(sequences, prompt, _read_most_likely(message.get("topk_prompt_logprobs")))

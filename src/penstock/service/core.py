@@ -1,8 +1,9 @@
 """The service itself: who may do what, which command is next, and the answers; HTTP and Python both call it.
 
 Runs on one event loop. Commands of a model run in the order of their numbers, in the trainer's thread, one at a
-time; owners take turns, and the models of an owner. Samples run beside them, as the engines' turns allow. A restarted
-service begins with the commands that have no answer. Waits for: commands, the trainer's thread, the engines.
+time. Samples run beside them, as many as keep the engines busy. For both owners take turns, and the models or samplers
+of an owner. A restarted service begins with the commands that have no answer. Waits for: commands, the trainer's
+thread, the engines.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import logging
 import re
 import time
 import uuid
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -31,14 +32,23 @@ from penstock.config.source import validate
 from penstock.errors import EnginesLost, PenstockError, RunError, UserError
 from penstock.run import preflight
 from penstock.service.adapters import Adapters
-from penstock.service.models import LOAD, SAVE, SAVE_SAMPLER, Models, ModelSettings
+from penstock.service.models import (
+    LOAD,
+    SAVE,
+    SAVE_EXTERNAL,
+    SAVE_SAMPLER,
+    Models,
+    ModelSettings,
+)
 from penstock.service.prune import prune, remove_weights, sweep
-from penstock.service.samplers import Samplers
+from penstock.service.samplers import Samplers, count_samples
+from penstock.service.turns import Turns
 from penstock.store import trust
 from penstock.store.command_log import FILE, Command, CommandLog
 from penstock.store.run_folder import RunFolder
 from penstock.waits import Waits
 from penstock.workers import ENGINE_LAUNCHERS
+from penstock.workers.pool.pool import UNKNOWN_SLOTS
 from penstock.workers.rpc import append_to_log
 from penstock.workers.supervise.supervised import SupervisionCallbacks
 from penstock.workers.watchdog import Watchdog
@@ -47,9 +57,12 @@ from penstock.workers.workers import Engines, all_or_first_error
 CREATE, SAMPLE = "create_model", "asample"
 TRAINING = ("forward_backward", "optim_step", LOAD, SAVE, SAVE_SAMPLER)
 MOST_WAITING, MOST_WAITING_BYTES = 4096, 512 << 20  # commands without an answer, of one owner
+_AHEAD = 1.25  # samples that run or wait in the engines, for each that they can make at once
 _MOST_RUNS = 3  # of a command that may be what all engines died of
 _PRUNE_EVERY_S = 3600.0
 SILENT_S = 300.0  # without a word of its client, a session's models leave the memory
+Fields = dict[str, Any]
+_ABOUT = ("user_metadata", "display_name")  # what a client says about its session
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _KINDS = {SAVE: "weights", SAVE_SAMPLER: "sampler_weights"}
 _log = logging.getLogger(__name__)
@@ -65,11 +78,10 @@ class NotFound(UserError):
 
 @dataclass(slots=True)
 class _Line:
-    """The commands of a model that wait."""
+    """The next number of a model, and the commands behind it that have come before it."""
 
-    owner: str
     next_seq: int
-    waiting: dict[int, Command] = field(default_factory=dict)
+    early: dict[int, Command] = field(default_factory=dict)
 
 
 class ServiceCore:
@@ -98,8 +110,9 @@ class ServiceCore:
         self.adapters = Adapters(self.models.adapter)
         self._engines: Engines | None = None  # before `start`
         self._trainer = ThreadPoolExecutor(1, thread_name_prefix="trainer")
-        self._lines: OrderedDict[str, _Line] = OrderedDict()
-        self._owners: OrderedDict[str, None] = OrderedDict()
+        self._lines: dict[str, _Line] = {}
+        self._commands, self._samples = Turns(), Turns()
+        self._sampling = self._slots = 0  # samples that the engines have, and can make at once
         self._jobs: deque[Callable[[], None]] = deque()
         self._answers: dict[str, asyncio.Event] = {}
         self._waiting: Counter[str] = Counter()
@@ -123,17 +136,20 @@ class ServiceCore:
                 _, engines = await all_or_first_error(loading, self._launch(launch.kind))
             await engines.pool.start()
             engine = next(iter(engines.supervised.values()))
-            holds = (await engine.call("stats")).most_adapters > 0
+            stats = await engine.call("stats")
         except BaseException:
             await self.close()
             raise
+        holds = stats.most_adapters > 0
         self.samplers = Samplers(self.models, engines, self._in_trainer, holds_adapters=holds)
+        self._slots = (stats.slots or UNKNOWN_SLOTS) * launch.num_producers
         watchdog = Watchdog(
             engines.events.waits, self.config.watchdog, engines, note=engines.events.note
         )
         self._begin(watchdog.run(), "watchdog")
         self._begin(self._work(), "commands")
         for command in list(self.log.select("outcome IS NULL")):
+            self.heard_of(command.owner, command.line.partition(":")[0])
             self._enqueue(command)
         self._prune()
 
@@ -193,29 +209,50 @@ class ServiceCore:
 
     # ---- sessions
 
-    def create_session(self, owner: str, key: str = "") -> str:
+    def create_session(self, owner: str, key: str = "", about: Fields | None = None) -> str:
         """A new session, or the one that the same request made before."""
         text = f"{owner}/{key}" if key else uuid.uuid4().hex
         session = hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
         self.log.query(
             "INSERT OR IGNORE INTO sessions VALUES(?, ?, ?, NULL)", (session, owner, time.time())
         )
+        if about:
+            self.log.fact(
+                f"session {session}", json.dumps({name: about.get(name) for name in _ABOUT})
+            )
         self.heard_of(owner, session)
         return session
 
-    def heard_of(self, owner: str, session: str) -> bool:
-        """Note that the client of a session is there; False: the session has ended."""
+    def sessions(self, owner: str) -> list[str]:
+        """The sessions of an owner, the newest first."""
+        sql = "SELECT session_id FROM sessions WHERE owner = ? ORDER BY begun_at DESC"
+        return [row[0] for row in self.log.query(sql, (owner,))]
+
+    def session(self, owner: str, session: str) -> tuple[Fields, list[str]]:
+        """What the client said about a session, and its samplers."""
+        self._check_session(owner, session)
+        about: Fields = json.loads(self.log.fact(f"session {session}") or "{}")
+        sql = "SELECT sampler_id FROM samplers WHERE sampler_id LIKE ? ORDER BY sampler_id"
+        return about, [row[0] for row in self.log.query(sql, (f"{session}:sample:%",))]
+
+    def _check_session(self, owner: str, session: str) -> bool:
+        """Refuse what is no session of this owner; False: it has ended."""
         rows = self.log.query(
             "SELECT owner, ended_at FROM sessions WHERE session_id = ?", (session,)
         )
         if not rows or rows[0][0] != owner:
             raise NotFound(f"session: got {session!r}, allowed: a session of this key")
+        return rows[0][1] is None
+
+    def heard_of(self, owner: str, session: str) -> bool:
+        """Note that the client of a session is there; False: the session has ended."""
+        goes_on = self._check_session(owner, session)
         if timer := self._timers.pop(session, None):
             timer.cancel()
-        if rows[0][1] is None:
+        if goes_on:
             later = asyncio.get_running_loop().call_later
             self._timers[session] = later(SILENT_S, self._put_away, session)
-        return rows[0][1] is None
+        return goes_on
 
     def finish_session(self, owner: str, session: str) -> None:
         """End a session: its models leave the memory, and samplers without a name go."""
@@ -224,18 +261,19 @@ class ServiceCore:
             "UPDATE sessions SET ended_at = ? WHERE session_id = ? AND ended_at IS NULL",
             (time.time(), session),
         )
-        if timer := self._timers.pop(session, None):
-            timer.cancel()
         self._put_away(session)
         self._timers[""].cancel()
         self._prune()
 
     def _put_away(self, session: str) -> None:
-        """Free the memory of a session's models, between two commands."""
+        """Free the memory of a session's models that have nothing to do; `_work` frees the others after that."""
+        if timer := self._timers.pop(session, None):
+            timer.cancel()
         sql = "SELECT seq FROM commands WHERE line = ? AND outcome = 'done'"
         for (number,) in self.log.query(sql, (f"{session}:train",)):
             model_id = f"{session}:train:{number}"
-            self._jobs.append(lambda model_id=model_id: self.models.put_away(model_id))  # type: ignore[misc]
+            if not self._commands.holds(model_id):
+                self._jobs.append(functools.partial(self.models.put_away, model_id))
         self._wake.set()
 
     # ---- commands
@@ -278,51 +316,65 @@ class ServiceCore:
         self._waiting_bytes[command.owner] += len(command.body)
         self._answers.setdefault(command.request_id, asyncio.Event())
         if command.kind == SAMPLE:
-            self._begin(self._do(command), command.request_id)
+            self._samples.add(command)
+            self._begin_samples()
             return
-        name = command.request_id if command.kind == CREATE else command.line
-        if name not in self._lines:
-            sql = "SELECT max(seq) FROM commands WHERE line = ? AND outcome IS NOT NULL"
-            ((last,),) = self.log.query(sql, (command.line,))
-            first = command.seq if command.kind == CREATE else (last or 0) + 1
-            self._lines[name] = _Line(command.owner, first)
-        self._lines[name].waiting[command.seq] = command
-        self._owners.setdefault(command.owner)
+        if command.kind == CREATE:
+            self._commands.add(command)
+        else:
+            self._add_in_order(command)
         self._wake.set()
 
-    def _next(self) -> Command | None:
-        """The next command that may run: of the owner, then of the model, whose last turn is longest ago."""
-        for owner in self._owners:
-            for name, line in self._lines.items():
-                command = line.waiting.pop(line.next_seq, None) if line.owner == owner else None
-                if command is not None:
-                    self._owners.move_to_end(owner)
-                    self._lines.move_to_end(name)
-                    line.next_seq += 1
-                    if command.kind == CREATE:
-                        del self._lines[name]
-                    return command
-        return None
+    def _add_in_order(self, command: Command) -> None:
+        """Let a command of a model run, and those that have waited for it; or let it wait for an earlier one."""
+        if command.line not in self._lines:
+            sql = "SELECT max(seq) FROM commands WHERE line = ? AND outcome IS NOT NULL"
+            ((last,),) = self.log.query(sql, (command.line,))
+            self._lines[command.line] = _Line((last or 0) + 1)
+        line = self._lines[command.line]
+        line.early[command.seq] = command
+        while (next_one := line.early.pop(line.next_seq, None)) is not None:
+            self._commands.add(next_one)
+            line.next_seq += 1
+
+    def _begin_samples(self) -> None:
+        """Let the engines have samples, as many as keep them busy: the others wait here, where owners take turns."""
+        while self._sampling * self.samplers.fill < _AHEAD * self._slots:
+            if (command := self._samples.next()) is None:
+                return
+            count = count_samples(command.fields)
+            self._sampling += count
+            self._begin(self._do_samples(command, count), command.request_id)
+
+    async def _do_samples(self, command: Command, count: int) -> None:
+        await self._do(command)
+        self._sampling -= count
+        self._begin_samples()
 
     async def _work(self) -> None:
         """Do commands of models, one at a time; woken by each new one."""
         while True:
             while self._jobs:
                 await self._in_trainer(self._jobs.popleft())
-            command = self._next()
+            command = self._commands.next()
             if command is None:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
             await self._do(command)
-            if command.kind != CREATE:
-                await self._in_trainer(self.models.snapshot, command.line)
+            model_id = f"{command.line}:{command.seq}" if command.kind == CREATE else command.line
+            is_last = not self._commands.holds(model_id)
+            has_gone = is_last and model_id.partition(":")[0] not in self._timers
+            keep = self.models.put_away if has_gone else self.models.snapshot
+            await self._in_trainer(keep, model_id)
 
     async def _do(self, command: Command) -> None:
         """Do a command and log its answer; whatever fails is an answer too."""
         self.log.begin(command)
         outcome, digest = "failed", None
         try:
+            if command.kind == SAVE_EXTERNAL:
+                raise UserError(f"{SAVE_EXTERNAL}: not served here, allowed: {SAVE}")
             if command.kind in _KINDS:
                 _check_checkpoint(command.fields)
             if command.kind == SAMPLE:
@@ -390,7 +442,7 @@ class ServiceCore:
 
     # ---- checkpoints and samplers
 
-    def _saved(self, command: Command, made: dict[str, Any]) -> dict[str, str]:
+    def _saved(self, command: Command, made: Fields) -> dict[str, str]:
         """Record a checkpoint that was written; the client's answer."""
         fields, owner = command.fields, command.owner
         folder = f"checkpoints/{command.line}/{command.seq}"
@@ -400,45 +452,38 @@ class ServiceCore:
             self._add_sampler(sampler, owner, None, folder, made["digest"])
             return {"sampling_session_id": sampler}
         kind, name = _KINDS[command.kind], name or f"step-{command.seq}"
-        path = f"tinker://{command.line}/{kind}/{name}"
-        self.log.query(
-            "INSERT OR REPLACE INTO checkpoints VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                path,
-                command.line,
-                owner,
-                folder,
-                made["digest"],
-                kind,
-                made["size_bytes"],
-                time.time(),
-                _expiry(fields.get("ttl_seconds")),
-                json.dumps(fields.get("user_metadata")),
-            ),
+        path, now = f"tinker://{command.line}/{kind}/{name}", time.time()
+        about = _expiry(fields.get("ttl_seconds")), json.dumps(fields.get("user_metadata"))
+        row = (
+            path,
+            command.line,
+            owner,
+            folder,
+            made["digest"],
+            kind,
+            made["size_bytes"],
+            now,
+            *about,
         )
+        marks = ", ".join("?" * len(row))
+        self.log.query(f"INSERT OR REPLACE INTO checkpoints VALUES({marks})", row)
         return {"path": path}
 
     def _add_sampler(self, sampler: str, *values: str | None) -> None:
         self.log.query("INSERT OR IGNORE INTO samplers VALUES(?, ?, ?, ?, ?)", (sampler, *values))
 
-    def checkpoints(self, owner: str, model_id: str | None = None) -> list[dict[str, Any]]:
+    def checkpoints(self, owner: str, model_id: str | None = None) -> list[Fields]:
         """The checkpoints of an owner, or of one model, the newest first; expired ones are removed."""
-        columns = "path, model_id, folder, digest, kind, size_bytes, at, expires_at, metadata"
-        where, values = "owner = ?", [owner]
-        if model_id is not None:
-            where, values = f"{where} AND model_id = ?", [*values, model_id]
+        sql = "SELECT * FROM checkpoints WHERE owner = ? AND model_id = ifnull(?, model_id) ORDER BY at DESC"
         found = []
-        for row in self.log.query(
-            f"SELECT {columns} FROM checkpoints WHERE {where} ORDER BY at DESC", values
-        ):
-            checkpoint = dict(zip(columns.split(", "), row, strict=True))
+        for checkpoint in self.log.records(sql, (owner, model_id)):
             if checkpoint["expires_at"] and checkpoint["expires_at"] < time.time():
                 self.delete_checkpoint(owner, checkpoint["path"])
             else:
                 found.append(checkpoint)
         return found
 
-    def checkpoint(self, owner: str, path: object) -> dict[str, Any]:
+    def checkpoint(self, owner: str, path: object) -> Fields:
         for checkpoint in self.checkpoints(owner):
             if checkpoint["path"] == path:
                 return checkpoint
@@ -457,14 +502,14 @@ class ServiceCore:
         self.checkpoint(owner, path)
         self.log.query("UPDATE checkpoints SET expires_at = ? WHERE path = ?", (_expiry(ttl), path))
 
-    def _source(self, command: Command) -> dict[str, Any]:
+    def _source(self, command: Command) -> Fields:
         """Where the checkpoint of a load_weights lies, and of what kind of model it is."""
         checkpoint = self.checkpoint(command.owner, command.fields.get("path"))
         settings = self.settings_of(command.owner, checkpoint["model_id"])
         shape = [settings.rank, settings.train_attn, settings.train_mlp]
         return {"folder": checkpoint["folder"], "shape": shape}
 
-    def create_sampler(self, owner: str, fields: dict[str, Any]) -> str:
+    def create_sampler(self, owner: str, fields: Fields) -> str:
         """A sampling session of the base model or of a checkpoint."""
         session, path = str(fields.get("session_id")), fields.get("model_path")
         name = "sampling_session_seq_id"
@@ -479,20 +524,22 @@ class ServiceCore:
             self._add_sampler(sampler, owner, path, checkpoint["folder"], checkpoint["digest"])
         return sampler
 
-    def sampler(self, owner: str, sampler: str) -> dict[str, Any]:
-        columns = "model_path, folder, digest"
-        rows = self.log.query(
-            f"SELECT {columns} FROM samplers WHERE sampler_id = ? AND owner = ?", (sampler, owner)
-        )
-        if not rows:
-            raise NotFound(f"sampling_session_id: got {sampler!r}, allowed: a sampler of this key")
-        return dict(zip(columns.split(", "), rows[0], strict=True))
+    def sampler(self, owner: str, sampler: str) -> Fields:
+        sql = "SELECT * FROM samplers WHERE sampler_id = ? AND owner = ?"
+        for row in self.log.records(sql, (sampler, owner)):
+            return row
+        raise NotFound(f"sampling_session_id: got {sampler!r}, allowed: a sampler of this key")
 
     async def _sample(self, command: Command) -> bytes:
         sampler = self.sampler(command.owner, command.line)
         folder, settings = sampler["folder"] or "", None
         if folder:
             settings = self.settings_of(command.owner, folder.split("/")[1])
+            if not (self.folder / folder).is_dir():
+                raise UserError(
+                    f"sampling_session_id: got {command.line!r}, whose checkpoint was deleted, "
+                    "allowed: one that has its checkpoint"
+                )
         name, fields = command.request_id, command.fields
         return await self.samplers.sample(name, fields, folder, sampler["digest"] or "", settings)
 
@@ -525,7 +572,7 @@ def _number(text: str) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else -1
 
 
-def _check_checkpoint(fields: dict[str, Any]) -> None:
+def _check_checkpoint(fields: Fields) -> None:
     """Refuse a checkpoint whose name is no name of a file, or whose time to live is no time."""
     name = fields.get("path")
     if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):

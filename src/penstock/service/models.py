@@ -46,6 +46,7 @@ from penstock.weights.digest import digest_of
 from penstock.weights.model_weights import CONTENT
 
 LOAD, SAVE, SAVE_SAMPLER = "load_weights", "save_weights", "save_weights_for_sampler"
+SAVE_EXTERNAL = "save_weights_external"  # which is refused, but has a number of its model's
 _ADAM = {
     "learning_rate": 1e-4,
     "beta1": 0.9,

@@ -17,12 +17,13 @@ import numpy as np
 from penstock.data.sampler import stable_hash
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
 from penstock.errors import EngineError, UserError
-from penstock.service.batches import NO_LOGPROB, check_ids, make_rows
+from penstock.service.batches import NO_LOGPROB, check_ids, dense, make_rows
 from penstock.service.models import Models
 from penstock.store import wire
 from penstock.workers.workers import Engines
 
 MOST_SAMPLES = 1024  # of one request
+_NEWEST_SHARE, _LEAST_FILL = 0.2, 0.125  # of a running average
 MOST_LIKELY = 1024  # tokens of one place that a request may ask for
 
 
@@ -45,6 +46,7 @@ class Samplers:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._settings: dict[str, Any] = {}
+        self.fill = 0.5  # the share of the samples of a request that run, on average until its end
 
     # ---- turns
 
@@ -134,6 +136,9 @@ class Samplers:
                 generations = await self._engines.pool.generate_many(requests)
         if failed := [g for g in generations if g.finish_reason in ("error", "abort")]:
             raise EngineError(f"sampling failed: {failed[0].error or 'the engine was stopped'}")
+        lengths = [len(generation.token_ids) for generation in generations]
+        share = sum(lengths) / (len(lengths) * max(1, *lengths))
+        self.fill += _NEWEST_SHARE * (max(share, _LEAST_FILL) - self.fill)
         answer: dict[str, Any] = {"sequences": [_sequence(g) for g in generations]}
         if ask.asks_anything:
             await self._in_trainer(self._add_scores, answer, ask, generations, folder, settings)
@@ -142,9 +147,10 @@ class Samplers:
     def _requests(
         self, name: str, fields: Mapping[str, Any], prompt: np.ndarray, adapter: str
     ) -> list[GenerationRequest]:
-        count, params = fields.get("num_samples", 1), fields.get("sampling_params") or {}
-        if not isinstance(count, int) or not 1 <= count <= MOST_SAMPLES:
-            raise UserError(f"num_samples: got {count!r}, allowed: 1 to {MOST_SAMPLES}")
+        count, params = count_samples(fields), fields.get("sampling_params") or {}
+        if not count:
+            got = fields["num_samples"]
+            raise UserError(f"num_samples: got {got!r}, allowed: 1 to {MOST_SAMPLES}")
         seed = params.get("seed")
         seed = stable_hash(name) if seed is None else int(seed)
         sampling = sampling_params(params, self._models.longest - len(prompt))
@@ -167,9 +173,12 @@ class Samplers:
         models, consumer = self._models, self._models.scorer(folder, settings)
         rows = make_rows([ask.prompt], [ask.prompt[1:]])
         if ask.logprobs:
-            answer["prompt_logprobs"] = ask.last(models.score(consumer, rows)[:, None])
+            scores = np.append(np.float32(np.nan), models.score(consumer, rows))
+            scores[: ask.first] = np.nan
+            answer["prompt_logprobs"] = scores.astype("<f4").tobytes()
         if ask.most_likely:
             ids, logprobs = models.most_likely(consumer, rows, ask.most_likely)
+            logprobs[: ask.first - 1], ids[: ask.first - 1] = NO_LOGPROB, 0
             answer["topk_prompt_logprobs"] = _table(
                 np.pad(ids, ((1, 0), (0, 0))),  # its first token has no distribution
                 np.pad(logprobs, ((1, 0), (0, 0)), constant_values=NO_LOGPROB),
@@ -177,12 +186,7 @@ class Samplers:
         if ask.targets is not None:
             chosen = np.maximum(ask.targets, 0)
             scores = models.score(consumer, make_rows([ask.prompt], [chosen]))
-            scores[ask.targets.ravel() < 0] = 0.0
-            answer["target_prompt_logprobs"] = {
-                "dense": scores.astype("<f4").tobytes(),
-                "dtype": wire.FLOAT32,
-                "shape": list(ask.targets.shape),
-            }
+            answer["target_prompt_logprobs"] = ask.of_targets(scores.reshape(chosen.shape))
         for sequence, generation in zip(answer["sequences"], generations, strict=True):
             if ask.most_likely_sampled:
                 whole = np.concatenate([ask.prompt, generation.token_ids])
@@ -198,13 +202,15 @@ class _Scores:
 
     def __init__(self, fields: Mapping[str, Any], prompt: np.ndarray, vocabulary: int) -> None:
         self.prompt = prompt
-        self.last_n = fields.get("prompt_logprobs_last_n")
-        self.logprobs = bool(fields.get("prompt_logprobs")) or self.last_n is not None
+        last_n = fields.get("prompt_logprobs_last_n")
+        self.logprobs = bool(fields.get("prompt_logprobs")) or last_n is not None
+        self.first = 1 if last_n is None else max(1, len(prompt) - int(last_n))  # that is scored
         self.most_likely = _count(fields, "topk_prompt_logprobs")
         self.most_likely_sampled = _count(fields, "topk_sample_logprobs")
         self.targets: np.ndarray | None = None
+        self.sparse: dict[str, bytes] = {}  # the indices of sparse targets
         if (given := fields.get("target_prompt_logprobs")) is not None:
-            self.targets = _targets(given, len(prompt), vocabulary)
+            self.targets, self.sparse = _targets(given, len(prompt), vocabulary)
         if fields.get("prompt_alt_tokens_k"):
             raise UserError("prompt_alt_tokens_k: got a number, allowed: 0 (not served here)")
 
@@ -213,12 +219,22 @@ class _Scores:
         others = self.most_likely or self.most_likely_sampled or self.targets is not None
         return bool(self.logprobs or others)
 
-    def last(self, scores: np.ndarray) -> bytes:
-        """The log-probs of the prompt; NaN at its first token and before the last n."""
-        logprobs = np.append(np.float32(np.nan), scores.ravel())
-        if self.last_n is not None:
-            logprobs[: max(0, len(logprobs) - int(self.last_n))] = np.nan
-        return logprobs.astype("<f4").tobytes()
+    def of_targets(self, scores: np.ndarray) -> dict[str, Any]:
+        """The log-probs of the targets, in their layout; 0 for none."""
+        assert self.targets is not None
+        about = {"dtype": wire.FLOAT32, "shape": list(scores.shape)}
+        scores = np.where(self.targets >= 0, scores, 0.0).astype("<f4")
+        if not self.sparse:
+            return {"dense": scores.tobytes(), **about}
+        crow, col = (np.frombuffer(octets, "<i8") for octets in self.sparse.values())
+        values = scores[np.repeat(np.arange(len(scores)), np.diff(crow)), col]
+        return {"sparse_csr": {**self.sparse, "values": values.tobytes()}, **about}
+
+
+def count_samples(fields: Mapping[str, Any]) -> int:
+    """How many samples a request asks for; 0 if that is no number that is served."""
+    count = fields.get("num_samples", 1)
+    return count if isinstance(count, int) and 1 <= count <= MOST_SAMPLES else 0
 
 
 def prompt_ids(fields: Mapping[str, Any]) -> np.ndarray:
@@ -265,17 +281,27 @@ def _count(fields: Mapping[str, Any], name: str) -> int:
     return int(value)
 
 
-def _targets(given: Mapping[str, Any], length: int, vocabulary: int) -> np.ndarray:
-    """The tokens [P-1, K] whose log-probs are asked for; -1 stands for none."""
+def _targets(
+    given: Mapping[str, Any], length: int, vocabulary: int
+) -> tuple[np.ndarray, dict[str, bytes]]:
+    """The tokens [P-1, K] whose log-probs are asked for, -1 for none; the indices, if they are sparse."""
+    place, sparse = "target_prompt_logprobs", {}
     shape = given.get("shape") or [len(given.get("data") or [])]
-    if "sparse_crow_indices" in given or len(shape) != 2 or shape[0] != length - 1:
-        raise UserError(f"target_prompt_logprobs: got shape {shape}, allowed: [{length - 1}, K]")
+    if len(shape) != 2 or shape[0] != length - 1 or not 0 < shape[1] <= MOST_LIKELY:
+        allowed = f"[{length - 1}, K] with K from 1 to {MOST_LIKELY}"
+        raise UserError(f"{place}: got shape {shape}, allowed: {allowed}")
     try:
-        targets = np.array(given.get("data"), np.int64).reshape(shape)
-    except (ValueError, TypeError):
-        raise UserError("target_prompt_logprobs: got values that do not fit its shape") from None
-    check_ids(np.maximum(targets, 0).ravel(), "target_prompt_logprobs", vocabulary=vocabulary)
-    return targets
+        values = np.array(given.get("data"), np.int64).ravel() + 1  # what a sparse one lacks is 0
+        for name in ("crow_indices", "col_indices"):
+            if (indices := given.get(f"sparse_{name}")) is not None:
+                sparse[name] = np.array(indices, "<i8").tobytes()
+    except (ValueError, TypeError, OverflowError):
+        raise UserError(f"{place}: got values that are no integers, allowed: token ids") from None
+    octets = values.astype("<i8").tobytes()
+    form = {"sparse_csr": {**sparse, "values": octets}} if sparse else {"dense": octets}
+    targets = dense({**form, "dtype": wire.INT64, "shape": shape}, place) - 1
+    check_ids(np.maximum(targets, 0).ravel(), place, vocabulary=vocabulary)
+    return targets, sparse
 
 
 def _table(ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:

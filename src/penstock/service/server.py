@@ -27,7 +27,7 @@ from penstock.files import say
 from penstock.rollout.agent.dialects import DIALECTS
 from penstock.service.chat import Chats
 from penstock.service.core import CREATE, SAMPLE, Busy, NotFound, ServiceCore, iterate_models
-from penstock.service.models import LOAD, SAVE, SAVE_SAMPLER
+from penstock.service.models import LOAD, SAVE, SAVE_EXTERNAL, SAVE_SAMPLER
 from penstock.serving import (
     AppServer,
     NoForeignPages,
@@ -68,6 +68,7 @@ class Server:
         self._chats = Chats(core)
         routes += [Route(path, self._chat, methods=post) for path in DIALECTS]
         routes.append(Route("/v1/models", self._handler(Server._list_models), methods=["GET"]))
+        routes.append(Route("/{path:path}", _refuse, methods=["GET", "POST", "PUT", "DELETE"]))
         self.app = make_app(routes, middleware=[Middleware(NoForeignPages, needs_host=False)])
 
     def _owner(self, request: Request) -> str:
@@ -98,9 +99,9 @@ class Server:
     # ---- sessions and futures
 
     async def _create_session(self, request: Request) -> Response:
-        owner, _ = self._owner(request), await self._body(request)
-        key = request.headers.get("x-idempotency-key", "")
-        return json_response({"session_id": self.core.create_session(owner, key)})
+        owner, body = self._owner(request), await self._body(request)
+        key, about = request.headers.get("x-idempotency-key", ""), _fields(body)
+        return json_response({"session_id": self.core.create_session(owner, key, about)})
 
     async def _forward_backward(self, request: Request) -> Response:
         owner, body = self._owner(request), await self._body(request)
@@ -142,6 +143,15 @@ class Server:
         is_proto = command.outcome == "done" and command.kind in ("forward_backward", SAMPLE)
         return Response(command.result, media_type=_PROTO if is_proto else "application/json")
 
+    def _sessions(self, owner: str, fields: Fields) -> Fields:
+        return {"sessions": _page(self.core.sessions(owner), fields)[0]}
+
+    def _session(self, owner: str, fields: Fields) -> Fields:
+        about, samplers = self.core.session(owner, fields["session"])
+        line = f"{fields['session']}:train"
+        models = [model_id for model_id, made in self._models_of(owner) if made.line == line]
+        return {**about, "training_run_ids": models, "sampler_ids": samplers}
+
     # ---- models and checkpoints
 
     def _info(self, owner: str, fields: Fields) -> Fields:
@@ -157,25 +167,24 @@ class Server:
         settings = self.core.settings_of(owner, checkpoint["model_id"])
         return {
             "base_model": self.core.base_names[0],
-            "is_lora": settings.rank > 0,
-            "lora_rank": settings.rank or None,
+            "is_lora": True,  # or the SDK makes no model of it; rank 0 is one with all weights
+            "lora_rank": settings.rank,
             "train_unembed": settings.rank == 0,
             "train_mlp": settings.train_mlp,
             "train_attn": settings.train_attn,
         }
 
+    def _models_of(self, owner: str) -> list[tuple[str, Command]]:
+        return [model for model in iterate_models(self.core.log) if model[1].owner == owner]
+
     def _runs(self, owner: str, fields: Fields) -> Fields:
-        runs = [
-            self._run(owner, model_id, command)
-            for model_id, command in iterate_models(self.core.log)
-            if command.owner == owner
-        ]
+        runs = [self._run(owner, *model) for model in self._models_of(owner)]
         shown, cursor = _page(runs, fields)
         return {"training_runs": shown, "cursor": cursor}
 
     def _one_run(self, owner: str, fields: Fields) -> Fields:
-        for model_id, command in iterate_models(self.core.log):
-            if (model_id, command.owner) == (fields["run"], owner):
+        for model_id, command in self._models_of(owner):
+            if model_id == fields["run"]:
                 return self._run(owner, model_id, command)
         raise NotFound(f"training run: got {fields['run']!r}, allowed: one of this key")
 
@@ -206,12 +215,11 @@ class Server:
         return {"checkpoints": shown, "cursor": cursor}
 
     def _delete(self, owner: str, fields: Fields) -> Fields:
-        self.core.delete_checkpoint(owner, f"tinker://{fields['run']}/{fields['checkpoint']}")
+        self.core.delete_checkpoint(owner, _path(fields))
         return {}
 
     def _keep(self, owner: str, fields: Fields) -> Fields:
-        path = f"tinker://{fields['run']}/{fields['checkpoint']}"
-        self.core.keep_checkpoint(owner, path, fields.get("ttl_seconds"))
+        self.core.keep_checkpoint(owner, _path(fields), fields.get("ttl_seconds"))
         return {}
 
     def _sampler(self, owner: str, fields: Fields) -> Fields:
@@ -257,6 +265,7 @@ _PATHS: dict[tuple[str, str], Answer] = {
     ("POST", "optim_step"): _command("optim_step"),
     ("POST", "save_weights"): _command(SAVE),
     ("POST", "save_weights_for_sampler"): _command(SAVE_SAMPLER),
+    ("POST", SAVE_EXTERNAL): _command(SAVE_EXTERNAL),
     ("POST", "load_weights"): _command(LOAD),
     ("POST", "get_info"): Server._info,
     ("POST", "weights_info"): Server._weights_info,
@@ -264,13 +273,20 @@ _PATHS: dict[tuple[str, str], Answer] = {
     ("POST", "asample"): Server._sample,
     ("POST", "cancel_future"): lambda server, owner, fields: {},
     ("GET", "samplers/{sampler}"): Server._sampler,
+    ("GET", "sessions"): Server._sessions,
+    ("GET", "sessions/{session}"): Server._session,
     ("GET", "checkpoints"): Server._checkpoints,
     ("GET", "training_runs"): Server._runs,
     ("GET", "training_runs/{run}"): Server._one_run,
     ("GET", "training_runs/{run}/checkpoints"): Server._checkpoints,
-    ("DELETE", "training_runs/{run}/checkpoints/{checkpoint:path}"): Server._delete,
-    ("PUT", "training_runs/{run}/checkpoints/{checkpoint:path}/ttl"): Server._keep,
+    ("DELETE", "training_runs/{run}/checkpoints/{kind}/{name}"): Server._delete,
+    ("PUT", "training_runs/{run}/checkpoints/{kind}/{name}/ttl"): Server._keep,
 }
+
+
+async def _refuse(request: Request) -> Response:
+    named = f"{request.method} {request.url.path}"
+    raise HTTPException(404, f"{named}: not served here, allowed: what docs/service.md names")
 
 
 def _guarded(answer: Callable[[], Any]) -> Any:
@@ -296,6 +312,10 @@ def _fields(body: bytes) -> Fields:
     return fields
 
 
+def _path(fields: Fields) -> str:
+    return f"tinker://{fields['run']}/{fields['kind']}/{fields['name']}"
+
+
 def _text(fields: Fields) -> bytes:
     return json.dumps(fields, sort_keys=True).encode()
 
@@ -317,7 +337,7 @@ def _checkpoint(row: Fields) -> Fields:
     }
 
 
-def _page(rows: list[Fields], fields: Fields) -> tuple[list[Fields], Fields]:
+def _page(rows: list[Any], fields: Fields) -> tuple[list[Any], Fields]:
     try:
         limit, offset = int(fields.get("limit", 20)), int(fields.get("offset", 0))
     except (ValueError, TypeError):

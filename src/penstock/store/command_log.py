@@ -110,6 +110,12 @@ class CommandLog:
         """The rows of a statement."""
         return self._file.execute(sql, values).fetchall()
 
+    def records(self, sql: str, values: Values = ()) -> list[dict[str, Any]]:
+        """The rows of a statement, by the names of their columns."""
+        cursor = self._file.execute(sql, values)
+        names = [column[0] for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in cursor]
+
     def fact(self, name: str, value: str | None = None) -> str:
         """A fact about the service; with a value, keep it if there is none yet."""
         if value is not None:
