@@ -70,6 +70,7 @@ OWNED = {
     "reward/reward_model.py RewardModel.score": "`_run_batch` fails every waiting rollout; `close` ends it",
     "reward/call_threads.py CallThreads._start_worker": "`_work` carries any error to its waiter",
     "run/run_data.py in_thread": "its outcome carries any error to the caller; a stop leaves it behind",
+    "workers/watchdog.py _naming_blocks": "ends with the watched block; its fault costs a note and no more",
     "reward/sandbox/pool.py SandboxPool.__init__": "the next caller of `_take` meets the same error",
     "reward/sandbox/serve.py VerificationService.__init__": "every call in it is awaited",
 }
