@@ -16,7 +16,7 @@ from penstock.model.kernels import exact_ops  # noqa: E402
 from penstock.training.exact import CudaArithmetic, ExactForward  # noqa: E402
 from penstock.training.policy import Policy  # noqa: E402
 
-QUICK = {"qwen 3", "olmo 2"}
+QUICK = {"olmo 2"}
 WITHOUT_STEPS = {"gemma 2", "gpt oss", "mixtral", "qwen 3 moe", "qwen 3 moe, renormalised"}
 WITHOUT_STEPS |= {"llama with dynamic", "llama with gelu"}
 
@@ -62,7 +62,13 @@ def test_values_are_near_and_gradients_those_of_plain_torch(
     assert_gradients(gradients(policy, masters), gradients(plain, {}))
 
 
-@pytest.mark.parametrize("case", ["gemma 2", "qwen 3 moe", "llama with gelu"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "qwen 3 moe",
+        *(pytest.param(c, marks=pytest.mark.slow) for c in ("gemma 2", "llama with gelu")),
+    ],
+)
 def test_a_family_with_other_parts_is_computed_twice(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,10 +190,11 @@ def runs_of(folder: Path) -> int:
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("kills", "steps"),
-    [(1, 2), pytest.param(KILLS, 4 + KILLS // 4, marks=pytest.mark.slow)],
+    [(1, 2), (KILLS, 4 + KILLS // 4)],
 )
 def test_two_clients_and_kills_leave_the_answers_and_weights_of_an_undisturbed_server(
     warm: WarmServices, tmp_path: Path, kills: int, steps: int
@@ -407,6 +408,7 @@ def test_sessions_are_listed_with_their_models_and_samplers(server: ServerProces
     )
 
 
+@pytest.mark.slow
 def test_a_client_with_few_samples_does_not_wait_for_those_of_a_client_with_many(
     server: ServerProcess,
 ) -> None:

@@ -111,6 +111,7 @@ def test_a_layout_gives_the_run_of_one_rank(folder) -> None:
     assert_same_run(folder, "plain", "2-tensor2")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_in_another_layout(folder) -> None:
     assert_same(folder / "plain-2-tensor2-to-2-pipeline2.pt", folder / "plain-1.pt")
 
@@ -217,6 +218,7 @@ def flat(tensors: dict[str, torch.Tensor], names: Sequence[str]) -> torch.Tensor
     return torch.cat([tensors[name].flatten() for name in names])
 
 
+@pytest.mark.slow
 def test_dithered_masters_are_the_same_in_every_layout(folder) -> None:
     one, two = (torch.load(folder / f"start-full-{layout}.pt") for layout in ("1", "2-tensor2"))
     for part in ("masters", "published"):
