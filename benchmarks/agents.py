@@ -10,6 +10,8 @@ driver, not wall time, so that other work on the machine changes little. The mem
 after so many sessions, and after as many again.
 With --observation-tokens, what the turns cost a real engine: each turn brings so many new tokens, and the
 engine should compute these alone. Sampled tokens are not counted as new. --forget keeps nothing between turns.
+--vllm PYTHON runs the same sessions on vLLM with its prefix cache, in an environment that has it
+(scripts/test_vllm.sh builds one).
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import argparse
 import asyncio
 import gc
 import json
+import os
 import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,9 +31,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from shapes import make_model
 
 from penstock.data.chat import ChatTemplate, load_tokenizer
-from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
+from penstock.engine.protocol import (
+    Generation,
+    GenerationRequest,
+    InferenceEngine,
+    SamplingParams,
+)
 from penstock.engine.transformers.engine import TransformersEngine
 from penstock.engine.transformers.options import Load, TransformersOptions
 from penstock.rollout.agent.bridge import Bridge
@@ -148,9 +159,10 @@ async def measure(sessions: int, turns: int, over_http: bool) -> tuple[float, fl
 
 
 SAMPLED = 16  # tokens of an answer
+FIELDS = {"max_position_embeddings": 1 << 16, "eos_token_id": None}
 
 
-async def converse(engine: TransformersEngine, number: int, turns: int, observed: int) -> None:
+async def converse(engine: InferenceEngine, number: int, turns: int, observed: int) -> None:
     """Run one session on a real engine, on token ids."""
     draw = np.random.default_rng(number)
     context = np.zeros(0, np.int32)
@@ -168,23 +180,38 @@ async def converse(engine: TransformersEngine, number: int, turns: int, observed
         context = np.concatenate([context, made.token_ids])
 
 
+def our_engine(given: argparse.Namespace, longest: int) -> TransformersEngine:
+    """Penstock's engine with random weights."""
+    dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
+    load = Load(requests=given.sessions, longest=longest, sessions=True)
+    on_gpu = {"max_slots": 0, "load": load} if given.device == "cuda" else {}
+    return TransformersEngine(
+        lambda: make_model(given.shape, dtype, given.device, "penstock", **FIELDS).eval(),
+        fetch=lambda _: [],
+        options=TransformersOptions(device=given.device, **on_gpu),
+    )
+
+
+def vllm_engine(given: argparse.Namespace, longest: int) -> InferenceEngine:
+    """vLLM with its prefix cache, on the model in a folder."""
+    from penstock.engine.vllm.engine import VllmEngine
+    from penstock.engine.vllm.options import VllmOptions
+
+    options = VllmOptions(
+        path=given.folder,
+        dtype="bfloat16" if given.device == "cuda" else "float32",
+        max_slots=given.sessions,
+        max_model_len=longest,
+        gpu_memory_utilization=0.5,
+        extra={"skip_tokenizer_init": True, "enable_prefix_caching": True},
+    )
+    return VllmEngine(options, fetch=lambda _: [])
+
+
 async def measure_engine(given: argparse.Namespace) -> str:
     """Run all sessions at once; return what they cost."""
-    import torch
-    from shapes import make_model
-
     sessions, turns, observed = given.sessions, given.turns, given.observation_tokens
-    fields = {"max_position_embeddings": 1 << 16, "eos_token_id": None}
-    dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
-    longest = turns * (observed + SAMPLED)
-    on_gpu = {"max_slots": 0, "load": Load(requests=sessions, longest=longest, sessions=True)}
-    engine = TransformersEngine(
-        lambda: make_model(given.shape, dtype, given.device, "penstock", **fields).eval(),
-        fetch=lambda _: [],
-        options=TransformersOptions(
-            device=given.device, **(on_gpu if given.device == "cuda" else {})
-        ),
-    )
+    engine = (vllm_engine if given.folder else our_engine)(given, turns * (observed + SAMPLED) + 64)
     await engine.start()
     if given.forget:
         engine._live_runner._tree._most_tokens = 0  # type: ignore[attr-defined]
@@ -196,10 +223,25 @@ async def measure_engine(given: argparse.Namespace) -> str:
     prefilled = (await engine.stats()).tokens_prefilled - before
     new = sessions * turns * observed
     await engine.close()
+    if given.folder:  # vLLM computes in processes of its own, and counts elsewhere
+        return f"vLLM: {sessions / took:.2f} sessions per second by the clock"
     return (
         f"{prefilled:,} tokens prefilled / {new:,} new = {prefilled / new:.3f}; "
         f"{sessions / used:.2f} sessions per CPU second, {sessions / took:.2f} by the clock"
     )
+
+
+def measure_vllm(given: argparse.Namespace) -> None:
+    """Run the same sessions with the same model in vLLM's environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(given.shape, torch.bfloat16, given.device, **FIELDS).save_pretrained(folder)
+        words = [word for word in sys.argv[1:] if word not in ("--vllm", given.vllm)]
+        settings = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        subprocess.run(
+            [given.vllm, __file__, *words, "--folder", folder],
+            env={**settings, "VLLM_CPU_KVCACHE_SPACE": "4", **os.environ},
+            check=True,
+        )
 
 
 def resident_mib() -> float:
@@ -218,6 +260,8 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--shape", default="demo", help="of the real engine's model, see shapes.py")
     parser.add_argument("--forget", action="store_true", help="real engine: keep nothing")
+    parser.add_argument("--vllm", default="", help="Python of an environment with vLLM")
+    parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     parser.add_argument("--agents", metavar="URL", help=argparse.SUPPRESS)
     given = parser.parse_args()
     least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -226,7 +270,9 @@ def main() -> None:
         asyncio.run(agents(given.agents, given.turns))
         return
     if given.observation_tokens:
-        print(asyncio.run(measure_engine(given)))
+        print(asyncio.run(measure_engine(given)), flush=True)
+        if given.vllm:
+            measure_vllm(given)
         return
     for name, over_http in (("in process", False), ("over HTTP", True)):
         for _ in range(2):
