@@ -180,6 +180,19 @@ def test_kinds_of_functions(name: str, expected: Score) -> None:
     assert score(build(name)) == expected
 
 
+def test_a_function_of_a_response_does_not_look_at_the_prompt(module: types.ModuleType) -> None:
+    asked = Prompt("line:1", ({"role": "assistant", "tool_calls": []},), np.zeros(1, np.int32))
+    reward = build("length")
+
+    async def run() -> Score:
+        try:
+            return await reward.score(rollout("abc"), asked)
+        finally:
+            await reward.close()
+
+    assert asyncio.run(run()).value == 3.0
+
+
 @pytest.mark.usefixtures("module")
 def test_options_reach_the_function() -> None:
     assert score(build("with_options", factor=3.0)).value == 3.0

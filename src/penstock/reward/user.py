@@ -246,7 +246,8 @@ class Signature:
         `is_chat`: TRL's prompts and completions are lists of messages, because the data has messages.
         """
         count, texts = len(rollouts), [rollout.text for rollout in rollouts]
-        question: Any = prompt.messages[-1]["content"] if prompt.messages else ""
+        asks = prompt.messages and self.shape in (Shape.TRL, Shape.OPENRLHF)
+        question: Any = prompt.messages[-1]["content"] if asks else ""
         values: dict[str, Any]
         if self.shape is Shape.VERL:
             values = {
