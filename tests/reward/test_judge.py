@@ -182,6 +182,12 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert "authorization: bearer a-key" in server.heads[0].lower()
 
 
+def test_a_request_that_cannot_be_sent_is_no_wrong_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-\N{HORIZONTAL ELLIPSIS}")  # copied where it was shortened
+    with pytest.raises(UnicodeEncodeError):
+        judged(by_length, "x", api_key_variable="JUDGE_KEY")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -208,8 +208,9 @@ class Judge(Reward):
                 "max_tokens": settings.max_tokens,
                 "temperature": settings.temperature,
             }
+            _, reply = await self._client.ask(body)
             try:
-                choice = json.loads((await self._client.ask(body))[1])["choices"][0]
+                choice = json.loads(reply)["choices"][0]
                 return choice["message"]["content"], choice.get("finish_reason")
             except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
                 raise RewardError("the judge's reply is no chat completion") from None
