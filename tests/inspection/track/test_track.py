@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import resource
+import threading
 from pathlib import Path
 from typing import ClassVar
 
@@ -79,6 +80,30 @@ def test_a_faulty_tracker_does_not_stop_the_others(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
     assert "faulty" not in fanout._trackers
+
+
+class FaultyInTwoThreads(Recorder):
+    """Fails in a step while another thread, such as the one that names blocking code, tells it something."""
+
+    fanout: ClassVar[Fanout]
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        telling = threading.Thread(target=self.fanout.note, args=("the run stands still",))
+        telling.start()
+        telling.join()
+        raise OSError("no network")
+
+    def note(self, text: str) -> None:
+        raise OSError("no network")
+
+
+def test_a_tracker_that_fails_in_two_threads_is_dropped_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = FaultyInTwoThreads(info(tmp_path))
+    fanout = FaultyInTwoThreads.fanout = Fanout({"mine": tracker})
+    fanout.log_step(1, {"a": 1.0})
+    assert capsys.readouterr().err.count("tracker mine failed and is off") == 1
 
 
 def test_an_unknown_tracker_is_the_users_mistake(tmp_path: Path) -> None:

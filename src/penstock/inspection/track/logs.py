@@ -254,7 +254,8 @@ class Fanout:
             try:
                 act(tracker)
             except Exception as error:  # tracker fan-out: never fatal
-                del self._trackers[name]
+                if self._trackers.pop(name, None) is None:
+                    continue  # the thread that names blocking code has dropped it
                 said = f"{type(error).__name__}: {error}{place_of(error)}"
                 self.note(f"tracker {name} failed and is off: {said}")
 
