@@ -201,7 +201,10 @@ def test_a_prompt_that_fills_the_context_is_refused(tmp_path: Path) -> None:
     [
         ({"messages": [{"role": "user", "content": "1+1="}]}, "no answer to imitate"),
         ({"prompt": "1+1="}, "allowed: messages with an assistant turn, or one of completion"),
-        ({"prompt": "1+1=", "completion": {"text": "2"}}, "a turn to imitate without text"),
+        ({"prompt": "1+1=", "completion": {"text": "2"}}, "a turn to imitate without role or text"),
+        ({"prompt": "1+1=", "completion": [{"content": "2"}]}, "imitate without role or text"),
+        ({"prompt": "1+1=", "completion": []}, "no answer to imitate"),
+        ({"prompt": "1", "completion": [{"role": "user", "content": "2"}]}, "no answer to imitate"),
         ({"prompt": "1", "completion": [{**CALLS, "tool_calls": [1]}]}, "got other tool_calls"),
         (
             {"messages": [{"role": "assistant", "content": "2"}]},

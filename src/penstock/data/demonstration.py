@@ -49,11 +49,14 @@ def as_prompt(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str
         text = str(shown) if type(shown) in (int, float) else shown  # as rewards read it
         turns = shown if isinstance(shown, list) else [{"role": "assistant", "content": text}]
     else:
+        rest, turns = {**record}, []
+    turns = [_as_turn(turn) for turn in turns]
+    if all(turn["role"] != "assistant" for turn in turns):
         raise BadRecord(
             f"got no answer to imitate, allowed: messages with an assistant turn, or one of {', '.join(ANSWERS)}"
         )
     tools = {TOOLS: _parsed(record[TOOLS])} if record.get(TOOLS) else {}
-    return {**rest, **tools, TURNS: [_as_turn(turn) for turn in turns]}
+    return {**rest, **tools, TURNS: turns}
 
 
 def _as_turn(turn: Any) -> dict[str, Any]:
@@ -61,8 +64,9 @@ def _as_turn(turn: Any) -> dict[str, Any]:
     calls = turn.get("tool_calls") if isinstance(turn, dict) else None
     if calls and turn.get("content") is None:
         turn = {**turn, "content": ""}
-    if not isinstance(turn, dict) or not isinstance(turn.get("content"), str):
-        raise BadRecord("got a turn to imitate without text, allowed: role and content")
+    needed = [turn.get(name) if isinstance(turn, dict) else None for name in ("role", "content")]
+    if not all(isinstance(value, str) for value in needed):
+        raise BadRecord("got a turn to imitate without role or text, allowed: role and content")
     if not calls:
         return turn
     if not isinstance(calls, list) or not all(
