@@ -22,7 +22,7 @@ from penstock.config import Config, Section
 from penstock.config.mistakes import explain, of_setting
 from penstock.config.source import load_config, parse_settings, split_words
 from penstock.errors import PenstockError, StopRequested, UserError
-from penstock.files import console, say
+from penstock.files import console, pasted, say
 from penstock.inspection.dashboard.command import dashboard
 from penstock.run.model_commands import Trust, chat, evaluate, generate
 from penstock.run.twin.command import simulate
@@ -398,7 +398,7 @@ def init(
     )
     for path in written:
         say(path)
-    say(f"next: penstock check {written[0]}, then penstock train {written[0]}", error=True)
+    say(f"next: penstock check {(to := pasted(written[0]))}, then penstock train {to}", error=True)
 
 
 @app.command(rich_help_panel="Prepare")
@@ -430,7 +430,7 @@ def convert(
 
     path = write_config(system, file, out)
     say(path)
-    say(f"next: read its comments, then penstock check {path}", error=True)
+    say(f"next: read its comments, then penstock check {pasted(path)}", error=True)
 
 
 @app.command(rich_help_panel="Prepare")

@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -263,6 +264,11 @@ def console(**options: Any) -> Console:
 def count(number: int, noun: str) -> str:
     """A number with its noun: 1 engine, 2 engines."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def pasted(path: Path | str) -> str:
+    """The path as a word of a shell, for commands that a user pastes."""
+    return shlex.quote(str(path))
 
 
 def say(text: object, *, error: bool = False) -> None:

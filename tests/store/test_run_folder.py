@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from penstock.data.sampler import Sampler
 from penstock.errors import UserError
 from penstock.store import run_folder
 from penstock.store.journal import Journal
+from penstock.store.journal.writer import OpenFiles
 from stages.rollouts import make_prompts
 
 
@@ -27,6 +29,23 @@ def test_a_folder_that_is_not_a_run_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exists already"):
         run_folder.create(named(tmp_path, "thesis"))
     assert thesis.read_text() == "years of work"
+
+
+def test_commands_that_a_line_advises_name_their_paths_as_a_shell_reads_them(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "my läufe" / "run 1"
+    (run / "x").mkdir(parents=True)
+    with pytest.raises(UserError) as raised:
+        run_folder.create(named(run.parent, run.name))
+    assert shlex.split(str(raised.value))[-3:] == ["penstock", "resume", str(run)]
+    (run / "journal.db").touch()
+    line = OpenFiles(run / "journal.db").way_on("removed", run / "saved journal.db")
+    put_back = shlex.split(line.partition("with: ")[2].partition(";")[0])
+    journal, saved = str(run / "journal.db"), str(run / "saved journal.db")
+    assert put_back == [
+        *("mkdir", "-p", str(run), "&&", "rm", "-f", f"{journal}*", "&&", "mv", saved, journal)
+    ]
 
 
 @pytest.mark.parametrize("name", [".", "..", "a/b", "/tmp/x", "../x"])

@@ -23,7 +23,7 @@ from penstock.config.source import config_of, tree_of
 from penstock.config.tree import leaves
 from penstock.convert.tables import COLOSSALAI_LOSSES, DEFAULTS, colossalai_reward, rules
 from penstock.errors import UserError
-from penstock.files import say
+from penstock.files import pasted, say
 from penstock.run import entry
 from penstock.store.run_folder import CONFIG
 
@@ -51,7 +51,7 @@ def launch_distributed(**parameters: Any) -> Path:
         if path.is_symlink() and runs:
             raise UserError(
                 f"launch_distributed: got {path}, which leads into the run {runs[0]}; allowed: another path, or "
-                f"continue that run with: penstock resume {runs[0]}"
+                f"continue that run with: penstock resume {pasted(runs[0])}"
             )
         if path.exists():
             raise UserError(

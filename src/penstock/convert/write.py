@@ -25,6 +25,7 @@ from penstock.convert.tables import (
 from penstock.convert.together import TOGETHER
 from penstock.convert.words import OF_EVALUATION, FromEnvironment, Unread, read_words
 from penstock.errors import UserError
+from penstock.files import pasted
 
 
 def write_config(system: str, file: Path, out: Path | None = None) -> Path:
@@ -53,7 +54,7 @@ def convert(system: str, path: Path, out: Path | None = None) -> str:
     if 2 * known[system] < known[likely]:
         raise UserError(
             f"convert: {system} knows {known[system]} of the {len(words)} settings of {path}, {likely} knows "
-            f"{known[likely]}; did you mean: penstock convert {likely} {path}?"
+            f"{known[likely]}; did you mean: penstock convert {likely} {pasted(path)}?"
         )
     conversion = Conversion({spellings.get(word, word): value for word, value in words.items()})
     for key, value, note in DEFAULTS[system]:
@@ -200,7 +201,7 @@ def _text(system: str, path: Path, out: Path, conversion: Conversion) -> str:
         sections.setdefault(section, []).append(line)
     lines = [
         f"# Made from {path.name} by `penstock convert {system}`. A comment names the word, or says what differs.",
-        f"#   penstock check {out}",
+        f"#   penstock check {pasted(out)}",
     ]
 
     def place(section: str) -> tuple[int, str]:

@@ -34,6 +34,7 @@ from penstock.data.source import (
     names_files,
 )
 from penstock.errors import UserError
+from penstock.files import pasted
 from penstock.store.run_folder import CONFIG, RunFolder
 
 Facts = Mapping[str, str]
@@ -263,7 +264,7 @@ def check_files(folder: RunFolder, config: Config, accept_changes: bool) -> None
         if not files:
             raise UserError(
                 f"{key}: got {source}, which does not exist; put it back, or name its new place with: "
-                f"penstock resume {folder.path} {key}=PATH"
+                f"penstock resume {pasted(folder.path)} {key}=PATH"
             )
     check_content(folder, config, folder.record(), measure(config), accept_changes)
 
@@ -289,7 +290,7 @@ def check_content(
     if phrases and not accept_changes:
         raise UserError(
             f"{'; '.join(phrases)} than when the run began; put the old content back, or continue "
-            f"with the new: penstock resume {folder.path} --accept-changes"
+            f"with the new: penstock resume {pasted(folder.path)} --accept-changes"
         )
     return phrases
 
@@ -303,7 +304,7 @@ def check_copy(folder: RunFolder, wanted: Config) -> list[str]:
         return [f"{wrong}: it is written again with the journal's settings"]
     raise UserError(
         f"{wrong}, but the settings in force are in the journal; change them with: "
-        f"penstock resume {folder.path} KEY=VALUE; to drop the edit, delete {CONFIG}"
+        f"penstock resume {pasted(folder.path)} KEY=VALUE; to drop the edit, delete {CONFIG}"
     )
 
 

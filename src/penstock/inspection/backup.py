@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 from penstock.errors import RunError, UserError
-from penstock.files import count, whole_folder
+from penstock.files import count, pasted, whole_folder
 from penstock.store.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from penstock.store.journal import Journal
 from penstock.store.run_folder import CONFIG, METRICS, ORIGIN, RESCORED, RunFolder
@@ -45,7 +45,7 @@ def back_up(folder: RunFolder, target: Path | None = None) -> str:
     except OSError as error:
         raise RunError(f"backup: {target} cannot be written: {error}") from error
     state = "no checkpoint" if checkpoint is None else f"the checkpoint of step {checkpoint.step}"
-    return f"{target}: {count(step, 'step')}, {state}; continue it with: penstock resume {target}"
+    return f"{target}: {count(step, 'step')}, {state}; continue it with: penstock resume {pasted(target)}"
 
 
 def _copy_state(folder: RunFolder, copy: RunFolder) -> tuple[int, Checkpoint | None]:

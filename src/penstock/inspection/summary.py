@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.files import count
+from penstock.files import count, pasted
 from penstock.inspection.findings import find
 from penstock.inspection.findings.observed import read_observed
 from penstock.inspection.record import FigureChange, Figures, RunRecord, read_run, take_figures
@@ -47,9 +47,9 @@ def print_summary(console: Console, folder: RunFolder) -> None:
         best = "--step best " if folder.config().checkpoint.keep_best else ""
         paths += [
             ("model", model),
-            ("next", f"penstock rollouts {folder.path}"),
-            ("next", f"penstock chat {folder.path}"),
-            ("next", f"penstock export {folder.path} {best}--to FOLDER"),
+            ("next", f"penstock rollouts {pasted(folder.path)}"),
+            ("next", f"penstock chat {pasted(folder.path)}"),
+            ("next", f"penstock export {pasted(folder.path)} {best}--to FOLDER"),
         ]
     for name, path in paths:  # never wrapped, so that it can be copied
         console.print(Text.assemble((f"{name}: ", "dim"), (str(path), "bold")), soft_wrap=True)

@@ -16,7 +16,7 @@ from penstock.config import Config
 from penstock.config.changes import Change, allowed_changes
 from penstock.config.source import with_overrides
 from penstock.errors import PenstockError, RunError, UserError
-from penstock.files import say, sweep_scratch
+from penstock.files import pasted, say, sweep_scratch
 from penstock.store import trust
 from penstock.workers.processes.process_worker import early_workers
 
@@ -90,7 +90,7 @@ def _settings(
     record = folder.record()
     if folder.origin() is None and FORK_OF in record:  # else it would begin to generate
         raise RunError(
-            f"fork {folder.path}: its {ORIGIN} is missing; fork again: penstock replay {record[FORK_OF]}"
+            f"fork {folder.path}: its {ORIGIN} is missing; fork again: penstock replay {pasted(record[FORK_OF])}"
         )
     eras = [era.config for era in folder.eras(record)]
     trust.check(folder.path, eras, trust=trusted)
@@ -132,7 +132,7 @@ def _already_ended(folder: RunFolder, config: Config) -> str:
         rules = StopRules(config.train.stop_when, folder.evaluations)
         if rule := rules.met(last, find(observed)):
             ending, change = f"was ended by train.stop_when ({rule})", "'train.stop_when=[]'"
-            return f"{folder.path} {ending}; go on with: penstock resume {folder.path} {change}"
+            return f"{folder.path} {ending}; go on with: penstock resume {pasted(folder.path)} {change}"
     total = config.train.steps or int(folder.record().get(TOTAL_STEPS) or 0)
     rows = read_summaries(folder.evaluations)
     evaluated = {row["task"] for row in rows if row["step"] == total}
@@ -140,5 +140,5 @@ def _already_ended(folder: RunFolder, config: Config) -> str:
         return ""
     return (
         f"{folder.path} is finished ({total} of {total} steps); go on with: "
-        f"penstock resume {folder.path} train.steps={2 * total}"
+        f"penstock resume {pasted(folder.path)} train.steps={2 * total}"
     )

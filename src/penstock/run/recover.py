@@ -15,7 +15,7 @@ from penstock.config import Config
 from penstock.config.changes import Change
 from penstock.data.identity import TOTAL_STEPS, changed_code, check_content
 from penstock.errors import DigestMismatch, JournalDamaged, UserError
-from penstock.files import ScratchFolder, can_write, count
+from penstock.files import ScratchFolder, can_write, count, pasted
 from penstock.inspection.track.logs import last_logged_step
 from penstock.run.job import Job, open_trainer
 from penstock.store.checkpoint import Checkpoint, CheckpointStore
@@ -63,8 +63,8 @@ def with_way_out(fault: str, folder: RunFolder) -> str:
         return f"{fault}; there is no good checkpoint"
     return (
         f"{fault}; newest good state: step {checkpoint.step}; start a new run from it with: "
-        f"penstock train {folder.path / CONFIG} model.path={checkpoint.path / 'model'} "
-        f"run.name={folder.name}-2"
+        f"penstock train {pasted(folder.path / CONFIG)} model.path={pasted(checkpoint.path / 'model')} "
+        f"run.name={pasted(folder.name)}-2"
     )
 
 

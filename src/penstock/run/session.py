@@ -27,7 +27,7 @@ from penstock.config.plugins import PYTHON, model_folder
 from penstock.config.source import with_overrides
 from penstock.data.identity import absolute_paths, check_copy, check_files, differences
 from penstock.errors import JournalDamaged, PenstockError, RunError, StopRequested, UserError
-from penstock.files import ScratchFolder, console, progress_bar, say
+from penstock.files import ScratchFolder, console, pasted, progress_bar, say
 from penstock.inspection.export import choose_checkpoint
 from penstock.inspection.report import write_report
 from penstock.inspection.summary import print_evaluations, print_summary
@@ -118,7 +118,7 @@ def _way_on(folder: RunFolder, config: Config) -> str:
     rewards = (reward.type for task in config.tasks.values() for reward in task.rewards)
     if any(name.startswith(PYTHON) for name in rewards):
         return f'continue with: penstock.resume("{folder.path}", reward=...)'
-    return f"continue with: penstock resume {folder.path}"
+    return f"continue with: penstock resume {pasted(folder.path)}"
 
 
 def replay_run(

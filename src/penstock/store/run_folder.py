@@ -27,7 +27,7 @@ from penstock.config.changes import differing
 from penstock.config.secrets import refuse_secrets
 from penstock.config.source import load_config, to_toml, validate
 from penstock.errors import RunError, UserError
-from penstock.files import existing, network_file_system, sync, write_whole
+from penstock.files import existing, network_file_system, pasted, sync, write_whole
 from penstock.store import trust
 from penstock.store.command_log import FILE as COMMANDS
 from penstock.store.journal import Journal, is_empty
@@ -332,7 +332,7 @@ def create(
             if name:
                 raise UserError(
                     f"run.name: {path} exists already; allowed: another run.name, "
-                    f"or continue it with: penstock resume {path}"
+                    f"or continue it with: penstock resume {pasted(path)}"
                 ) from None
             path = parent / f"{_automatic_name(config)}-{number}"
         except OSError as error:

@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.config import TaskDataConfig
 from penstock.data.identity import MACHINE, OVERLAP, TEMPLATE
+from penstock.files import pasted
 from penstock.inspection.findings.observed import WINDOW, Observed, mean
 from penstock.inspection.track.logs import Finding
 from penstock.store.space import LONG_LOG, size_text
@@ -183,7 +184,7 @@ def _cause(o: Observed) -> tuple[str, str, tuple[str, ...]]:
         advice = "Take harder prompts, or stop if no response can earn more"
         rise = f"from {o.at_start('reward/mean'):.3g} to {reward:.3g}"
         return f"the mean reward rose {rise}", advice, ()
-    advice = f"Check the reward on samples of the run: penstock rollouts {o.run}"
+    advice = f"Check the reward on samples of the run: penstock rollouts {pasted(o.run)}"
     return f"the mean reward is {reward:.3g}", advice, ()
 
 

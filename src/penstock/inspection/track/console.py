@@ -323,7 +323,7 @@ class ConsoleTracker(Tracker):
         if findings := list(self._info.findings()):
             parts.append(finding_table(findings[:_SHOWN_FINDINGS], brief=True))
             if more := len(findings) - _SHOWN_FINDINGS:
-                hint = f"  and {more} more: penstock doctor {self._info.folder}"
+                hint = f"  and {more} more: penstock doctor {files.pasted(self._info.folder)}"
                 parts += [Text(hint, style="dim")] if more > 0 else []
         return files.Visible(Group(*parts))
 

@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from penstock.errors import PenstockError, RunError
+from penstock.files import pasted
 from penstock.store.journal.codec import GroupTable
 from penstock.store.journal.records import Record, write_in_order
 
@@ -214,15 +215,16 @@ class OpenFiles:
         """What happened, in a line that names the way on; `saved`: the file for the records."""
         path, run = self._paths[0], self._paths[0].parent
         if what == "moved":
-            now = self._place() or "the place where it is now"
+            place = self._place()
+            now = pasted(place) if place else "the place where it is now"
             return (
                 f"journal {path}: its run folder was moved from {run} to {now} while the run wrote it; "
                 f"nothing is lost; continue with: penstock resume {now}"
             )
         return (
             f"journal {path}: it was {what} while the run wrote it; all records are saved in {saved}; put "
-            f"them back with: mkdir -p {run} && rm -f {path}* && mv {saved} {path}; then continue with: "
-            f"penstock resume {run}"
+            f"them back with: mkdir -p {pasted(run)} && rm -f {pasted(path)}* && "
+            f"mv {pasted(saved)} {pasted(path)}; then continue with: penstock resume {pasted(run)}"
         )
 
     def _place(self) -> Path | None:
