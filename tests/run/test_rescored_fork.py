@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.run.replay import make_fork
 from penstock.store.run_folder import RESCORED, RunFolder
 from stages.command_runs import penstock
+from stages.made_run import make_run
 from stages.tiny_run import CrashServer, digests
 
 FORKED = ("run.name=rescored", "tasks.train.rewards=[{type='soft_overlong'}]")
@@ -74,3 +76,10 @@ def test_a_backup_has_the_scores(server: CrashServer, whole: RunFolder, tmp_path
     assert penstock("backup", str(parent.with_name("rescored-half")), str(tmp_path / "copy")) == 0
     assert server.run("resume", str(tmp_path / "copy")) == 0, server.output()
     assert digests(RunFolder(tmp_path / "copy")) == digests(whole)
+
+
+def test_the_name_of_a_further_fork_ends_with_its_number(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "qwen2.5", steps=2, groups_per_step=2)
+    overrides = ["train.groups_per_step=2"]
+    names = [make_fork(run, "rloo", overrides, to_step=None).name for _ in range(3)]
+    assert names == ["qwen2.5-rloo", "qwen2.5-rloo-2", "qwen2.5-rloo-3"]

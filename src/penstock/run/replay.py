@@ -29,7 +29,7 @@ from penstock.data.chat import ChatTemplate
 from penstock.data.identity import absolute_paths, code_fact, scorer_facts
 from penstock.engine.protocol import Generation, GenerationRequest
 from penstock.errors import EngineError, RewardError, RunError, UserError
-from penstock.files import count, free_name, write_whole
+from penstock.files import count, write_whole
 from penstock.inspection.track.logs import Notes
 from penstock.reward import VerifiableReward
 from penstock.rollout.agent import AgentLoop
@@ -260,7 +260,8 @@ def make_fork(
         kind = CORRECTION if default == "none" else default
         corrected = [f"algorithm.correction.kind={kind}"]
     name = f"{parent.name}-{(algorithm or 'fork').split(':')[-1]}"
-    unused = free_name(parent.path.with_name(name)).name
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    unused = next(n for n in names if not parent.path.with_name(n).exists())
     place = [f"run.dir={parent.path.parent}", f"run.name={unused}"]
     words = [*corrected, *place, *named, *overrides]
     config = absolute_paths(with_overrides(parent.config(), words))
