@@ -94,6 +94,12 @@ def test_a_removed_key_is_answered_with_what_to_do_instead(pattern: str) -> None
         assert str(caught.value).endswith(f": this key was removed; {REMOVED[pattern]}")
 
 
+def test_a_date_is_a_name_as_any_other_word() -> None:
+    words = ["run.name=2026-11-19", "run.dir=2026-11-19T08:00:00"]
+    run = load_config(None, words).config.run
+    assert (run.name, run.dir) == ("2026-11-19", "2026-11-19T08:00:00")
+
+
 def test_overrides_win_over_the_file_and_origins_say_so(tmp_path: Path) -> None:
     path = write(tmp_path, "[train]\nlr = 1e-5\nsteps = 3\n")
     loaded = load_config(path, ["train.lr=0.5", "model.path=some/model"])

@@ -11,6 +11,7 @@ import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, time
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -185,9 +186,10 @@ def _parse_override(text: str) -> tuple[str, Any]:
         table = key.partition("[")[0]
         raise UserError(f"override: got {text!r}, allowed: the whole list, {table}=[...]")
     try:
-        return key, tomllib.loads(f"value = {raw}")["value"]
+        value = tomllib.loads(f"value = {raw}")["value"]
     except (ValueError, RecursionError):
         return key, raw  # a bare word is a string: model.path=my/model
+    return key, raw if isinstance(value, date | time) else value  # no setting takes a date
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, Any]:
