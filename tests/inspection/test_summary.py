@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from penstock.config.source import load_config, to_toml
 from penstock.inspection.report import write_report
 from penstock.inspection.summary import duration, print_evaluations, print_summary
 from penstock.rollout.evaluation.evaluate import EvalResult
@@ -73,6 +74,18 @@ def test_the_end_names_the_model_and_the_next_commands(tmp_path: Path) -> None:
     lines = summary_of(made).splitlines()
     assert f"model: {made.checkpoints / 'step-1' / 'model'}" in lines
     assert lines[-1] == f"next: penstock export {made.path} --to FOLDER"
+
+
+def test_the_best_step_is_offered_where_one_is_evaluated_and_kept(tmp_path: Path) -> None:
+    made = make_run(tmp_path / "made", steps=2, groups_per_step=3)
+    config = load_config(None, ["checkpoint.keep_best=heldout/accuracy"]).config
+    (made.path / "config.toml").write_text(to_toml(config))
+    model = made.checkpoints / "step-2" / "model"
+    model.mkdir(parents=True)
+    (model.parent / "manifest.json").write_text("{}")
+    assert summary_of(made).endswith(f"export {made.path} --step best --to FOLDER\n")
+    (made.evaluations / "summary.jsonl").unlink()  # as in a fork
+    assert summary_of(made).endswith(f"export {made.path} --to FOLDER\n")
 
 
 def test_what_is_wrong_stands_below_the_figures(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from penstock.inspection.findings.observed import read_observed
 from penstock.inspection.record import FigureChange, Figures, RunRecord, read_run, take_figures
 from penstock.inspection.timeline import worked_s
 from penstock.inspection.track.console import LOSS, fact_table, finding_table, sparkline
-from penstock.rollout.evaluation.evaluate import EvalResult
+from penstock.rollout.evaluation.evaluate import EvalResult, read_scores
 from penstock.store.checkpoint import CheckpointStore
 from penstock.store.run_folder import RunFolder
 
@@ -43,8 +43,10 @@ def print_summary(console: Console, folder: RunFolder) -> None:
     if report.is_file():
         paths.append(("report", report))
     paths.append(("run folder", folder.path))
-    if (model := CheckpointStore(folder.checkpoints).newest_model()) is not None:
-        best = "--step best " if folder.config().checkpoint.keep_best else ""
+    store = CheckpointStore(folder.checkpoints)
+    if (model := store.newest_model()) is not None:
+        scores = read_scores(folder.evaluations).get(folder.config().checkpoint.keep_best, {})
+        best = "--step best " if scores.keys() & store.steps() else ""
         paths += [
             ("model", model),
             ("next", f"penstock rollouts {pasted(folder.path)}"),
