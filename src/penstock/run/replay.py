@@ -24,7 +24,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from penstock.config import Config, EvalConfig
-from penstock.config.source import with_overrides
+from penstock.config.source import as_override, with_overrides
 from penstock.data.chat import ChatTemplate
 from penstock.data.identity import absolute_paths, code_fact, scorer_facts
 from penstock.engine.protocol import Generation, GenerationRequest
@@ -262,7 +262,7 @@ def make_fork(
     name = f"{parent.name}-{(algorithm or 'fork').split(':')[-1]}"
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     unused = next(n for n in names if not parent.path.with_name(n).exists())
-    place = [f"run.dir={parent.path.parent}", f"run.name={unused}"]
+    place = [as_override("run.dir", str(parent.path.parent)), as_override("run.name", unused)]
     words = [*corrected, *place, *named, *overrides]
     config = absolute_paths(with_overrides(parent.config(), words))
     if config.model != parent.config().model:
