@@ -120,7 +120,7 @@ def test_model_paths(tmp_path: Path) -> None:
     assert resolve_model_path("demo") == str(policy_path())
     assert resolve_model_path(str(policy_path())) == str(policy_path())
     assert resolve_model_path("someone/some-model") == "someone/some-model"
-    with pytest.raises(UserError, match=r"model.path: got .*a folder without config.json"):
+    with pytest.raises(UserError, match=r"model: got .*a folder without config.json"):
         resolve_model_path(str(tmp_path))
     with pytest.raises(UserError, match="no such folder"):
         resolve_model_path(str(tmp_path / "gone"))

@@ -12,9 +12,17 @@ from penstock.config.demo import policy_path
 from penstock.config.source import load_config, to_toml, with_overrides
 from penstock.data import load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
-from penstock.data.identity import absolute_paths, changed_code, changed_content, measure
+from penstock.data.identity import (
+    absolute_paths,
+    changed_code,
+    changed_content,
+    check_files,
+    measure,
+)
+from penstock.errors import UserError
 from penstock.inspection.findings import Observed, find
 from penstock.inspection.findings.observed import looked_at_settings
+from penstock.store.run_folder import RunFolder
 
 LINE = json.dumps({"prompt": "1+1", "answer": "2"})
 
@@ -29,6 +37,24 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(policy_path(), tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "way"),
+    [
+        (["train.reference=/gone/model"], "; put it back, or name its new place with: "),
+        (["model.path=/gone/model"], "; put it back"),
+        (["model.path=demo", "model.tokenizer=/gone/model"], "; put it back"),
+    ],
+)
+def test_a_model_that_is_gone_is_named_by_its_key_before_anything_is_loaded(
+    tmp_path: Path, words: list[str], way: str
+) -> None:
+    config, key = load_config(None, words).config, words[-1].partition("=")[0]
+    command = f"penstock resume {tmp_path} {key}=PATH" if way.endswith(": ") else ""
+    with pytest.raises(UserError) as raised:
+        check_files(RunFolder(tmp_path), config, accept_changes=False)
+    assert str(raised.value) == f"{key}: got /gone/model, which does not exist{way}{command}"
 
 
 def test_every_path_becomes_absolute_and_names_stay(here: Path) -> None:

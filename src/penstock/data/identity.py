@@ -259,13 +259,19 @@ def changed_code(recorded: Facts, measured: Facts) -> str:
 
 
 def check_files(folder: RunFolder, config: Config, accept_changes: bool) -> None:
-    """Do what `check_content` does for files alone, before anything is loaded; name a missing file."""
-    for key, (source, files) in _files(config).items():
-        if not files:
-            raise UserError(
-                f"{key}: got {source}, which does not exist; put it back, or name its new place with: "
-                f"penstock resume {pasted(folder.path)} {key}=PATH"
-            )
+    """Do what `check_content` does for files alone, before anything is loaded; name what is missing."""
+    gone = {key: source for key, (source, files) in _files(config).items() if not files}
+
+    def look(key: str, name: str, is_code: bool) -> str:
+        if key.rpartition(".")[2] in MODELS and name.startswith("/") and not Path(name).exists():
+            gone[key] = name
+        return name
+
+    map_paths(config.model_dump(), look)
+    for key, source in gone.items():
+        way = f", or name its new place with: penstock resume {pasted(folder.path)} {key}=PATH"
+        way = "" if key.startswith("model.") or "[" in key else way
+        raise UserError(f"{key}: got {source}, which does not exist; put it back{way}")
     check_content(folder, config, folder.record(), measure(config), accept_changes)
 
 

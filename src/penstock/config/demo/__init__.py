@@ -32,7 +32,7 @@ def resolve_model_path(path: str) -> str:
     if is_local and not (folder / "config.json").is_file():
         reason = "a folder without config.json" if folder.is_dir() else "no such folder"
         raise UserError(
-            f"model.path: got {path!r} ({reason}), allowed: a folder of a transformers model, "
+            f"model: got {path!r} ({reason}), allowed: a folder of a transformers model, "
             "a hub name, or demo"
         )
     return str(folder) if is_local else path
