@@ -13,6 +13,7 @@ from penstock.inspection.timeline import (
     lanes,
     read_events,
     summary_lines,
+    worked_s,
     write_trace,
 )
 from penstock.inspection.track.logs import TimelineLog
@@ -63,6 +64,16 @@ def test_the_trace_has_every_event_and_overlaps_get_rows_of_their_own(run: RunFo
     first, second = (event for event in calls if event["name"] == "generate")
     assert first["tid"] != second["tid"]
     assert (first["dur"], second["dur"]) == (2_000_000, 1_000_000)
+
+
+def test_a_driver_that_is_killed_leaves_the_events_of_its_steps(tmp_path: Path) -> None:
+    clock = Clock()
+    waits = Waits(clock)
+    log = TimelineLog(tmp_path / "timeline", waits)
+    with waits.wait("trainer", WaitKind.TRAIN, responder="trainer"):
+        clock.now += 4
+    log.read_metrics()  # at the end of a step
+    assert worked_s(RunFolder(tmp_path)) == pytest.approx(4)
 
 
 def test_any_text_of_a_wait_is_read_back(tmp_path: Path) -> None:

@@ -310,8 +310,8 @@ class RolloutLog(LineFile):
 class TimelineLog(LineFile):
     """timeline/events.jsonl: closed waits, which say which worker did what, from when to when.
 
-    Times are seconds since the epoch, by the driver's clock. Events are written in batches. The first line of
-    each session (a start or a resume of the run) marks when it began."""
+    Times are seconds since the epoch, by the driver's clock. Events are written in batches, at the
+    latest after a step. The first line of each session (a start or a resume) marks when it began."""
 
     def __init__(self, folder: Path, waits: Waits, note: Note = print_note) -> None:
         super().__init__(folder / TIMELINE_FILE, note)
@@ -332,7 +332,8 @@ class TimelineLog(LineFile):
             self.flush()
 
     def read_metrics(self) -> dict[str, float]:
-        """How long a response waited for its reward, on average since the last call."""
+        """How long a response waited for its reward, on average since the last step, whose events are written."""
+        self.flush()  # a driver that is killed takes few with it
         seconds, self._rewards = self._rewards, []
         return {"time/reward_s": sum(seconds) / len(seconds)} if seconds else {}
 
