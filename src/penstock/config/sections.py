@@ -282,7 +282,7 @@ class ProduceConfig(ProduceSettings):
     is_valid_sample: str = ""
     """Validity rule, `module:function`: gets a finished group's rollouts, returns whether to keep it."""
     should_continue: str = ""
-    """Continue rule, `module:function`: gets the completed groups and the batch size, returns whether to launch more;
+    """Continue rule, `module:function`: gets how many groups are complete and the batch size, says whether to launch more;
     empty: until the batch is full."""
 
     @model_validator(mode="before")

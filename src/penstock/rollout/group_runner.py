@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from penstock.config import ProduceSettings
+from penstock.config.plugins import place_of
 from penstock.data.sampler import Sampler, rollout_seed
 from penstock.errors import EnginesLost, PenstockError, RunError, TooManyFailures, UserError
 from penstock.rollout.agent_loop import AgentLoop
@@ -375,7 +376,7 @@ class GroupRunner:
                     answer = await answer
             return not answer
         except Exception as error:  # a user's rule: its fault is the outcome of the group
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}{place_of(error)}"
             if deadline.expired():
                 reason = f"no answer after {_RULE_TIMEOUT_S:g} s"
             for rollout in group.rollouts:

@@ -16,8 +16,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.config.plugins import place_of
 from penstock.data.sampler import Sampler
-from penstock.errors import PromptsRetired, RunError, UserError
+from penstock.errors import PenstockError, PromptsRetired, RunError, UserError
 from penstock.rollout.agent_loop import AgentLoop
 from penstock.rollout.group_runner import ProduceContext
 from penstock.rollout.progress import (
@@ -217,7 +218,15 @@ class Producer:
         if task.needs_weights(step):
             return f"weights newer than version {self.model_version}"
         self.progress.ensure_target_upto(step, self._shares.at, task.name)
-        status = await task.strategy.produce_batch(ctx)
+        try:
+            status = await task.strategy.produce_batch(ctx)
+        except Exception as error:
+            if isinstance(error, PenstockError) or not (place := place_of(error)):
+                raise
+            said = (
+                f"{type(error).__name__}: {error}{place}"  # a strategy or a rule of the user's own
+            )
+            raise RunError(f"task {task.name}: its production failed: {said}") from error
         if status is ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT:
             return ""
         if (
