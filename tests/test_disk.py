@@ -83,6 +83,14 @@ def test_a_log_is_replaced_whole_before_a_run_continues(tmp_path: Path, name: st
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_descriptor_is_written_to_not_replaced() -> None:
+    source, target = os.pipe()
+    files.write_for("simulate", Path(f"/dev/fd/{target}"), "what --picture /dev/stdout asks for")
+    os.close(target)
+    with open(source) as said:
+        assert said.read() == "what --picture /dev/stdout asks for"
+
+
 @pytest.mark.parametrize("refused", [None, 3])
 def test_a_large_file_is_synced_in_pieces_and_then_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: int | None

@@ -58,6 +58,9 @@ def whole_folder(target: Path, *, mode: int = 0o777) -> Iterator[Path]:
 
 def write_whole(path: Path, text: str | Iterable[str]) -> None:
     """Replace a file by a text, or by pieces of one, so that a crash or a power failure leaves the old or the new file."""
+    if str(path.parent) in ("/dev", "/dev/fd"):  # what /dev/stdout names is open, never replaced
+        path.write_text("".join(text), encoding="utf-8")
+        return
     draft = path.with_name(f".{path.name}.draft")
     draft.unlink(missing_ok=True)  # a new file: never written through a link
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
