@@ -588,3 +588,14 @@ def test_a_setting_of_a_script_that_only_its_code_knows_is_said(text: str, left:
     config, written = of_trl_script(text)
     assert config.train.steps == 30
     assert left in written.partition("# Without a counterpart:")[2]
+
+
+def test_words_without_their_numbers_or_files_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text("python train.py --top_k many")
+    with pytest.raises(UserError, match="its numbers cannot be read"):
+        write.convert("trl", file)
+    file.write_text(
+        "python train.py --rollout_batch_size 8 --n_samples_per_prompt 2 --remote_rm_url"
+    )
+    assert "remote_rm_url = True: cannot be read" in write.convert("openrlhf", file)

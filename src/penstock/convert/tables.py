@@ -81,8 +81,8 @@ def trackers(value: Any) -> list[str]:
     return ["console", *(name for name in ("tensorboard", "wandb") if name in str(value).lower())]
 
 
-def _reward_file(path: str) -> list[dict[str, Any]]:
-    if not path.endswith(".py"):
+def _reward_file(path: object) -> list[dict[str, Any]]:
+    if not str(path).endswith(".py"):
         raise ValueError("an address of a server")
     return [{"type": f"{path}:reward_func"}]
 

@@ -63,6 +63,7 @@ def convert(system: str, path: Path, out: Path | None = None) -> str:
         _translate(conversion, word, value, rule_of(system, word))
     try:
         TOGETHER[system](conversion)
+        _complete(conversion)
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"convert: {path}: its numbers cannot be read: {error}") from None
     conversion.left += [
@@ -70,7 +71,6 @@ def convert(system: str, path: Path, out: Path | None = None) -> str:
         for word, value in conversion.words.items()
         if word not in conversion.used
     ]
-    _complete(conversion)
     out = out or Path(f"{path.stem}.toml")
     _name_files_from(out.parent.resolve(), conversion)
     return _text(system, path, out, conversion)
