@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import UserError
+from penstock.inspection.dashboard.views import read_lanes
 from penstock.inspection.timeline import (
     chrome_trace,
     lanes,
@@ -111,7 +112,25 @@ def test_the_pause_before_a_resume_is_nobody_s_time(run: RunFolder) -> None:
     assert pause["dur"] == pytest.approx((86_400 - 1 - 10) * 1e6, rel=1e-6)
 
 
+def test_a_session_that_was_killed_before_its_first_call_is_none(tmp_path: Path) -> None:
+    times = {"session": [(100.0, 100.0), (137.1, 137.1)], "train": [(138.1, 140.1)]}
+    path = tmp_path / "timeline" / "events.jsonl"
+    path.parent.mkdir()
+    path.write_text(
+        "".join(
+            f"{json.dumps({'lane': 'trainer', 'what': what, 'start': start, 'end': end})}\n"
+            for what, calls in times.items()
+            for start, end in calls
+        )
+    )
+    ((begun, ended),), (lane,) = read_lanes(RunFolder(tmp_path))
+    assert ended - begun == pytest.approx(3)
+    assert lane.busy_s == pytest.approx(2)
+
+
 def test_the_trace_is_written_where_it_is_asked_for(run: RunFolder, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="timeline: cannot write /proc/nobody/mine.json"):
+        write_trace(run, Path("/proc/nobody/mine.json"))
     assert write_trace(run) == run.path / "timeline" / "trace.json"
     other = write_trace(run, tmp_path / "new" / "mine.json")
     assert json.loads(other.read_text())["traceEvents"]

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from penstock.errors import UserError
-from penstock.files import read_rows, write_whole
+from penstock.files import read_rows, write_for
 from penstock.inspection.track.logs import SESSION, TIMELINE_FILE
 from penstock.store.run_folder import RunFolder
 from penstock.waits import WaitKind
@@ -112,10 +112,11 @@ def by_session(events: list[Event]) -> list[list[Event]]:
     marks = [event.start for event in events if event.what == SESSION]
     if events and (not marks or min(event.end for event in events) < marks[0]):
         marks.insert(0, min(event.end for event in events))  # a file whose first mark is lost
-    return [
+    calls = (
         [event for event in events if mark <= event.end < until]
         for mark, until in pairwise([*marks, float("inf")])
-    ]
+    )
+    return list(filter(None, calls))  # one that was killed at its start may have nothing
 
 
 def sessions(events: list[Event]) -> list[Interval]:
@@ -203,8 +204,7 @@ def write_trace(folder: RunFolder, out: Path | None = None) -> Path:
     path = out or folder.path / "timeline" / "trace.json"
     if out is None:
         folder.check_inside(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(chrome_trace(read_events(folder))))
+    write_for("timeline", path, json.dumps(chrome_trace(read_events(folder))))
     return path
 
 
