@@ -20,10 +20,11 @@ import pytest
 
 import penstock
 from penstock import api, cli
-from penstock.config import plugins
+from penstock.config import Config, plugins
 from penstock.data.source import write_rows
 from penstock.errors import UserError
 from penstock.inspection.track import console
+from penstock.run import generate
 from penstock.run.session import StopSignals, outside_a_loop
 from stages import rewards as stage_rewards
 from stages.made_run import make_run
@@ -81,6 +82,16 @@ def test_a_lambda_and_a_list_train_and_resume(
     assert len(answer.tokens) <= 3
     (result,) = penstock.evaluate(later, ROWS[:2], answers(0.0), max_tokens=4)
     assert (result.task, result.samples, result.failures) == ("heldout", 2, 0)
+
+
+def test_an_argument_of_generate_holds_beside_a_table_of_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used = list[Config]()
+    monkeypatch.setattr(generate, "generate_samples", lambda config, *_, **__: used.append(config))
+    penstock.generate("demo", "1+1", max_tokens=4, settings={"sampling": {"top_k": 3}})
+    (config,) = used
+    assert (config.sampling.max_tokens, config.sampling.top_k) == (4, 3)
 
 
 def test_a_run_inside_a_running_event_loop_is_stopped_by_an_interrupt() -> None:

@@ -410,7 +410,7 @@ def generate(
     from penstock.run.session import model_config, outside_a_loop
 
     named = {"sampling.max_tokens": max_tokens, "sampling.temperature": temperature}
-    overrides = _overrides(named | dict(settings or {}))
+    overrides = [*_overrides(settings or {}), *_overrides(named)]
     config = model_config(_source(model), overrides, trusted=trust)
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     return outside_a_loop(
