@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from penstock import cli
 from penstock.errors import JournalDamaged, RunError
+from penstock.inspection.dashboard.views import ShownRuns, overview
 from penstock.store.journal import Journal, schema
 from stages.dashboard_server import serving
 from stages.made_run import make_run
@@ -62,6 +64,16 @@ def test_the_dashboard_lists_good_runs_beside_one_with_endless_views(tmp_path: P
         lines = client.lines()
     assert lines["theirs"]["state"] == "damaged"
     assert lines["good"]["state"] != "damaged"
+
+
+def test_the_dashboard_lists_good_runs_beside_one_with_endless_rewards(tmp_path: Path) -> None:
+    make_run(tmp_path / "good", steps=2, groups_per_step=1)
+    bad = make_run(tmp_path / "bad", steps=2, groups_per_step=1)
+    rows = ({"step": step, "reward/mean": 1.7e308} for step in range(1, 300))
+    bad.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    runs = ShownRuns(tmp_path).look()["runs"]
+    assert {run["name"] for run in runs} == {"good", "bad"}
+    assert json.dumps([runs, overview(bad)], allow_nan=False)
 
 
 def test_a_query_of_a_look_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

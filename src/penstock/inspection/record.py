@@ -220,9 +220,12 @@ def _read_lines(path: Path, record: RunRecord, absence: str) -> list[dict[str, A
     return rows
 
 
+_LARGEST = 1e300  # a sum of such numbers is finite
+
+
 def as_number(value: Any) -> float | None:
     """A finite number at the precision of a plot, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST:
         return None
     return float(f"{value:.7g}")
 
@@ -430,7 +433,7 @@ def model_of(log: CommandLog) -> str:
 
 def _numbers(rows: Sequence[Row], name: str) -> list[float]:
     values = (row.get(name) for row in rows)
-    return [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+    return [v for v in values if isinstance(v, int | float) and abs(v) < _LARGEST]
 
 
 def _held_out(folder: RunFolder) -> str:
