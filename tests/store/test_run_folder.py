@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
+import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from penstock.errors import UserError
 from penstock.store import run_folder
 from penstock.store.journal import Journal
 from penstock.store.journal.writer import OpenFiles
+from stages.command_runs import penstock
 from stages.rollouts import make_prompts
 
 
@@ -84,3 +88,19 @@ def test_a_journal_with_groups_counts_as_progress(tmp_path: Path) -> None:
     journal.drawn(sampler.sample("t"))
     journal.close()
     assert run_folder.has_progress(folder.path)
+
+
+@pytest.mark.parametrize("change", ["value = '{\"seed\": '", "name = x'00'"])
+def test_settings_that_are_damaged_in_the_journal_are_told_in_one_line(
+    change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_folder.create(named(tmp_path, "run"))
+    with closing(Journal.open(folder.journal)) as journal:
+        asyncio.run(folder.record_config(journal, folder.config(), {"fact": "1"}, after_step=0))
+    with closing(sqlite3.connect(folder.journal)) as database, database:
+        where = "config" if change.startswith("value") else "fact"
+        database.execute(f"UPDATE identity_rows SET {change} WHERE name = ?", (where,))
+    assert penstock("audit", str(folder.path)) == 1
+    said = capsys.readouterr().err
+    assert "damaged" in said
+    assert "Traceback" not in said

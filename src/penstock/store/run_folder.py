@@ -26,7 +26,7 @@ from penstock.config import Config
 from penstock.config.changes import differing
 from penstock.config.secrets import refuse_secrets
 from penstock.config.source import load_config, to_toml, validate
-from penstock.errors import RunError, UserError
+from penstock.errors import JournalDamaged, RunError, UserError
 from penstock.files import existing, network_file_system, pasted, sync, write_whole
 from penstock.store import trust
 from penstock.store.command_log import FILE as COMMANDS
@@ -97,9 +97,14 @@ class RunFolder:
         """
         record = self.record() if record is None else record
         if _IN_FORCE in record:
-            names = {name: name.removeprefix(_EARLIER) for name in record if _EARLIER in name}
-            ends = {int(end): validate(json.loads(record[name])) for name, end in names.items()}
-            last = validate(json.loads(record[_IN_FORCE]))
+            try:
+                kept = {name: json.loads(record[name]) for name in record if _EARLIER in name}
+                ends = {int(name.removeprefix(_EARLIER)): validate(kept[name]) for name in kept}
+                last = validate(json.loads(record[_IN_FORCE]))
+            except UserError:
+                raise
+            except (TypeError, ValueError) as error:  # damage can put any type anywhere
+                raise JournalDamaged(f"journal {self.journal}: damaged: settings: {error}") from error
         else:
             paths = self.path.glob(f"configs/{_UNTIL}*.toml")
             ends = {int(path.stem.removeprefix(_UNTIL)): _read(path) for path in paths}
