@@ -104,7 +104,9 @@ class RunFolder:
             except UserError:
                 raise
             except (TypeError, ValueError) as error:  # damage can put any type anywhere
-                raise JournalDamaged(f"journal {self.journal}: damaged: settings: {error}") from error
+                raise JournalDamaged(
+                    f"journal {self.journal}: damaged: settings: {error}"
+                ) from error
         else:
             paths = self.path.glob(f"configs/{_UNTIL}*.toml")
             ends = {int(path.stem.removeprefix(_UNTIL)): _read(path) for path in paths}
