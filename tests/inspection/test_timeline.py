@@ -132,6 +132,9 @@ def test_the_trace_is_written_where_it_is_asked_for(run: RunFolder, tmp_path: Pa
     with pytest.raises(UserError, match="timeline: cannot write /proc/nobody"):
         write_trace(run, Path("/proc/nobody/mine.json"))
     assert write_trace(run) == run.path / "timeline" / "trace.json"
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"timeline: cannot write .*mine.json: .*, allowed: a file"):
+        write_trace(run, tmp_path / "file" / "mine.json")
     other = write_trace(run, tmp_path / "new" / "mine.json")
     assert json.loads(other.read_text())["traceEvents"]
 
