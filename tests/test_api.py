@@ -405,6 +405,9 @@ def test_a_function_is_an_agent_and_its_prompt_is_shown_with_its_tools() -> None
         penstock.resume(run.path, settings={"train.steps": 2})
     later = penstock.resume(run, agent=play, settings={"train.steps": 2})
     assert len(later.metrics) == 2
+    shorter = {"eval.tasks.heldout.max_prompt_tokens": 40}
+    (judged,) = penstock.evaluate(run.path, ROWS[:1], agent=play, settings=shorter)
+    assert judged.turns == 1
 
 
 def test_a_run_tells_its_findings_its_audit_and_its_table(tmp_path: Path) -> None:
@@ -431,6 +434,16 @@ def test_an_on_step_that_fails_is_said_with_its_line(capsys: pytest.CaptureFixtu
     penstock.train("demo", ROWS, steps=1, on_step=on_step, settings=SMALL, **TINY)
     line = on_step.__code__.co_firstlineno + 1
     assert f"RuntimeError: mine ({__file__}:{line})" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_on_step_that_interrupts_leaves_a_run_that_goes_on() -> None:
+    def on_step(metrics: dict[str, float]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(penstock.StopRequested, match=r"^stopped; continue with: penstock resume"):
+        penstock.train("demo", ROWS, "boxed", steps=2, name="a", on_step=on_step, settings=SMALL)
+    assert len(penstock.resume("a").metrics) == 2
 
 
 @pytest.mark.slow

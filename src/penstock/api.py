@@ -347,6 +347,7 @@ def evaluate(
     data: Data | None = None,
     reward: Reward | None = None,
     *,
+    agent: Callable[..., Any] | None = None,
     columns: Mapping[str, str] | None = None,
     data_options: Mapping[str, Any] | None = None,
     system_prompt: str | None = None,
@@ -359,7 +360,7 @@ def evaluate(
 ) -> list[EvalResult]:
     """Evaluate a model, or the newest checkpoint of a run; return one result for each task.
 
-    Without data: the evaluation tasks of the run, with its rewards. out: folder for the samples.
+    Without data: the evaluation tasks of the run, with its rewards and agents. out: folder for the samples.
     trust: allow what a run of another user would execute or connect to.
     """
     from penstock.run.session import evaluate_model, outside_a_loop
@@ -370,14 +371,16 @@ def evaluate(
         "eval.sampling.temperature": temperature,
         "eval.sampling.max_tokens": max_tokens,
     }
-    if data is None and reward is not None:
-        objects = _objects_again(_folder(model).config(), reward)
+    agent_name = _name_agent(agent, objects)
+    if data is None and (reward is not None or agent is not None):
+        objects = _objects_again(_folder(model).config(), reward, agent)
     objects = _known_objects(model) | objects
     with _inputs({"eval.tasks.heldout": data}, objects) as (sources, _):
         if data is not None:
             task: dict[str, Any] = {
                 "data": sources["eval.tasks.heldout.data"],
                 "rewards": rewards,
+                "agent": agent_name,
                 "columns": columns,
                 "data_options": data_options,
                 "system_prompt": system_prompt,

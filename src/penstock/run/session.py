@@ -70,7 +70,9 @@ def train_new(config: Config, own_data: Sequence[Path] = ()) -> RunFolder:
         raise
     except KeyboardInterrupt:
         _remove_if_unused(folder)
-        raise StopRequested(_STOPPED_EARLY) from None
+        raise StopRequested(
+            f"stopped; {_way_on(folder, config)}" if folder.path.exists() else _STOPPED_EARLY
+        ) from None
     return folder
 
 
