@@ -396,3 +396,14 @@ def test_a_bug_report_has_versions_devices_and_the_sandbox(
     said = capsys.readouterr().out
     for words in ("penstock ", "python 3", "torch 2", "cores", "kernels: ", "isolation: "):
         assert words in said
+
+
+def test_a_command_that_is_interrupted_says_that_it_stopped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.inspection.record.list_runs", interrupted)
+    assert run(monkeypatch, "runs") == 130
+    assert capsys.readouterr().err == "stopped\n"

@@ -557,16 +557,15 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would break up our display
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        raise SystemExit(app(prog_name="penstock", standalone_mode=False) or 0)
+        if (code := app(prog_name="penstock", standalone_mode=False) or 0) == 130:
+            raise KeyboardInterrupt  # in a command: typer gives the code in its place
+        raise SystemExit(code)
     except _UsageError as error:
         _fail(_usage_line(error), 2)
     except UserError as error:
         _fail(str(error), 2)
-    except StopRequested as error:
-        say(error, error=True)
-        raise SystemExit(130) from None
-    except (KeyboardInterrupt, typer.Abort):
-        say("stopped", error=True)
+    except (StopRequested, KeyboardInterrupt, typer.Abort) as error:
+        say(str(error) or "stopped", error=True)
         raise SystemExit(130) from None
     except PenstockError as error:
         _fail(str(error), 1)
