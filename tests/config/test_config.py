@@ -157,6 +157,7 @@ def test_the_resolved_tree_survives_toml() -> None:
             ["sampling.stop: got ['x', ''], allowed: texts of at least one"],
         ),
         (["model.path=3"], ["model.path: got 3, allowed: a text"]),
+        (["run.name=7"], ["run.name: got 7, allowed: a text (in a shell: 'run.name=\"7\"')"]),
         (["eval.at_start=perhaps"], ["eval.at_start: got 'perhaps', allowed: true or false"]),
         (["train.lr.deep=1"], ["train.lr"]),
     ],

@@ -70,6 +70,8 @@ def explain(
             whole = f"{key}.{below[1]}".removeprefix(".")
             return f"{whole}: got {message[below.end() :]}"
         return f"{key}: {message}" if key else message
+    if words == "a text" and type(first["input"]) in (int, float):
+        words += f""" (in a shell: '{key}="{first["input"]}"')"""
     return f"{key}: got {first['input']!r}, allowed: {words}"
 
 
