@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock.errors import UserError
+from penstock.service import batches
 from penstock.service.batches import LOSSES, Examples
 from penstock.store.wire import FLOAT32, INT64
 
@@ -96,3 +97,29 @@ def test_a_payload_that_does_not_fit_is_named(message: dict[str, Any], says: str
     with pytest.raises(UserError) as caught:
         parse(message)
     assert says in str(caught.value)
+
+
+def sparse(tokens: int, width: int, dtype: int) -> dict[str, Any]:
+    """A wide tensor of zeros in a few bytes."""
+    rows = {"values": b"", "crow_indices": bytes(8 * (tokens + 1)), "col_indices": b""}
+    return {"sparse_csr": rows, "dtype": dtype, "shape": [tokens, width]}
+
+
+def test_a_small_request_takes_no_large_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "_MOST_VALUES", 8)
+    for width in (5, 2):  # too many in one tensor, and in two datums
+        wide = {"target_tokens": sparse(2, width, INT64), "weights": sparse(2, width, FLOAT32)}
+        message = request(**wide)
+        message["data"] *= 2
+        with pytest.raises(UserError, match=r"data\[[01]\]"):
+            parse(message)
+
+
+def test_thresholds_of_tokens_are_in_every_datum_or_in_none() -> None:
+    inputs = {"logprobs": tensor([0.0, 0.0]), "advantages": tensor([1.0, 1.0]), "weights": None}
+    message = request("ppo", **inputs)
+    message["data"] += request("ppo", clip_low_threshold=tensor([0.5, 0.5]), **inputs)["data"]
+    for missing in (0, 1):
+        with pytest.raises(UserError, match=rf"data\[{missing}\]: got no clip_low_threshold"):
+            parse(message)
+        message["data"].reverse()

@@ -105,3 +105,27 @@ def test_a_request_that_is_given_up_as_its_turn_begins_leaves_the_turn() -> None
             await take("second")
 
     asyncio.run(main())
+
+
+def test_requests_that_come_together_for_a_checkpoint_of_all_weights_get_their_turns() -> None:
+    """The second once ended the turns of all, for ever."""
+
+    async def nothing(*_: Any) -> Any:
+        return SimpleNamespace(weights=None)
+
+    async def main() -> None:
+        pool = SimpleNamespace(update_weights=nothing)
+        engines: Any = SimpleNamespace(pool=pool, publish=lambda *_: None)
+        models: Any = SimpleNamespace(scorer=None)
+        turns = samplers.Samplers(models, engines, nothing, holds_adapters=True)
+        served = []
+
+        async def take(folder: str) -> None:
+            async with turns._turn(folder, "digest", None):
+                served.append(folder)
+
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(take(folder) for folder in ("a", "a", "b", "a")))
+        assert sorted(served) == ["a", "a", "a", "b"]
+
+    asyncio.run(main())

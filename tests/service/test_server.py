@@ -355,6 +355,74 @@ def sampling_from(client: WireClient, session: str, number: int) -> Callable[...
     return ask
 
 
+def test_fields_of_other_types_are_a_mistake_of_the_client_and_harm_nobody(
+    server: ServerProcess,
+) -> None:
+    """Token ids in lists of lists once killed the engine, and the server with it."""
+    client = WireClient(server, key="tml-b")
+    session = client.json("create_session", {"tags": []})["session_id"]
+    ask, few = sampling_from(client, session, 33), {"sampling_params": {"max_tokens": 2}}
+    odd: list[dict[str, Any]] = [
+        *({"prompt": {"chunks": [{"tokens": ids}]}} for ids in ([[1, 2]], [1.5], [True], "12", 5)),
+        *({"prompt": prompt} for prompt in ([1], "a", {"chunks": 5}, {"chunks": ["a"]})),
+        *({"sampling_params": params} for params in ("a", {"stop": 5}, {"seed": "a"})),
+        {"sampling_params": {"max_tokens": float("nan")}},
+        {"sampling_params": {"top_k": float("nan")}},
+        {"prompt_logprobs_last_n": "a"},
+        {"target_prompt_logprobs": {"data": [1, 2], "shape": [2.0, 1.0]}},
+    ]
+    asked = [ask(seq, **{**few, **fields}) for seq, fields in enumerate(odd)]
+    lora = [5, {"rank": True}, {"rank": 1, "seed": "a"}, {"rank": 1, "seed": 10**30}]
+    made = {"session_id": session, "base_model": "demo"}
+    for number, fields in enumerate(lora, 40):
+        fields = {**made, "model_seq_id": number, "lora_config": fields}
+        asked.append(client.json("create_model", fields)["request_id"])
+    client.json("create_model", {**made, "model_seq_id": 50, "lora_config": {"rank": 1}})
+    model = {"model_id": f"{session}:train:50"}
+    client.answer(f"{session}:train#50")
+    wrong = {**model, "seq_id": 1, "adam_params": 5}
+    asked.append(client.json("optim_step", wrong)["request_id"])
+    wrong = {**model, "seq_id": 2, "sampling_session_seq_id": "\ud800"}  # which no log takes
+    asked.append(client.json("save_weights_for_sampler", wrong)["request_id"])
+    for request_id in asked:
+        told = json.loads(client.answer(request_id))
+        assert (told["category"], "allowed: " in told["error"]) == ("user", True), told
+    for path in ("retrieve_future", "get_info", "session_heartbeat"):
+        half = dict.fromkeys(("request_id", "model_id", "session_id"), "\ud800#1")
+        assert client.ask(path, half)[0] in (400, 404)
+    assert decode("SampleResponse", client.answer(ask(99, **few)))["sequences"]
+
+
+def test_a_number_stands_for_one_request(server: ServerProcess) -> None:
+    """Another request with a number that was used once got the answer of the first; number 0 got none."""
+    client = WireClient(server, key="tml-b")
+    model_id = json.loads(client.create(number=22))["model_id"]
+    body = forward_backward(model_id, 1, IDS)
+    client.answer(client.json("forward_backward", body)["request_id"])
+    step = {"model_id": model_id, "seq_id": 1, "adam_params": STEP}
+    for path, other in (
+        ("optim_step", step),
+        ("forward_backward", forward_backward(model_id, 1, IDS[1:])),
+    ):
+        status, data = client.ask(path, other)
+        assert (status, b"seq_id: got 1 again for another request" in data) == (400, True)
+    for seq in (0, 10**18):
+        status, data = client.ask("optim_step", {**step, "seq_id": seq})
+        assert (status, f"seq_id: got {seq}, allowed: an integer from 1" in data.decode()) == (
+            400,
+            True,
+        )
+    session = model_id.partition(":")[0]
+    saved = {"model_id": model_id, "seq_id": 2, "path": "a"}
+    path = json.loads(client.answer(client.json("save_weights", saved)["request_id"]))["path"]
+    made = {"session_id": session, "sampling_session_seq_id": 34, "base_model": "demo"}
+    assert client.json("create_sampling_session", made) == client.json(
+        "create_sampling_session", made
+    )
+    status, data = client.ask("create_sampling_session", {**made, "model_path": path})
+    assert (status, b"got 34 again for other weights" in data) == (400, True)
+
+
 def test_a_request_that_is_not_served_is_refused_in_a_sentence_and_leaves_no_gap(
     server: ServerProcess,
 ) -> None:

@@ -60,6 +60,11 @@ def test_a_cut_request_is_refused(cut: int) -> None:
         decode("ForwardBackwardRequest", REQUEST[:cut])
 
 
+def test_a_number_in_the_place_of_a_text_is_no_text() -> None:
+    """It was as many zeros: ten bytes of a client took all memory."""
+    assert decode_head("ForwardBackwardRequest", b"\x08\x05\x10\x07") == {"seq_id": 7}
+
+
 @given(st.binary(max_size=200))
 def test_no_bytes_do_more_than_be_refused(data: bytes) -> None:
     for read in (decode, decode_head):

@@ -6,7 +6,9 @@ Every loss is a sum over tokens and datums; means are the clients' business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,9 +20,24 @@ from penstock.store import wire
 from penstock.store.wire import Message
 from penstock.training.pack import Pack
 
+
+@contextmanager
+def readable(kind: str) -> Iterator[None]:
+    """Say that a request is none of this kind where its fields have other types than the SDK's."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:
+        raise UserError(
+            f"{kind}: got fields that cannot be read ({error}), allowed: those of the SDK"
+        ) from None
+
+
 Settings = Mapping[str, float]
 Inputs = Mapping[str, Tensor]  # the inputs of the tokens of a pack
 TARGETS = "target_tokens"
+_MOST_VALUES = 1 << 27  # of the tensors of a request: sparse ones are small until they are read
 NO_LOGPROB = -99999.0  # of an empty place in a table of the most likely tokens
 
 
@@ -115,6 +132,7 @@ class Examples:
     inputs: dict[str, np.ndarray]  # float32, one value for each target
 
     @classmethod
+    @readable("forward_backward")
     def of(cls, request: Message, *, vocabulary: int, longest: int) -> Examples:
         """The request, checked; a mistake is a UserError."""
         name = request.get("loss_fn", "")
@@ -123,7 +141,7 @@ class Examples:
         loss, settings = LOSSES[name], _settings(request, name)
         if not (data := request.get("data", [])):
             raise UserError("data: got no datum, allowed: at least 1")
-        ids, targets, values = [], [], []
+        ids, targets, values, size = [], [], [], 0
         for number, datum in enumerate(data):
             place = f"data[{number}]"
             tokens = chunk_ids(datum.get("model_input", []), place)
@@ -131,6 +149,8 @@ class Examples:
             tensors = datum.get("loss_fn_inputs", {})
             arrays = {key: dense(tensors[key], f"{place}.{key}") for key in tensors}
             _check_inputs(arrays, loss, len(tokens), place)
+            if (size := size + sum(array.size for array in arrays.values())) > _MOST_VALUES:
+                raise UserError(f"{place}: got {size} values, allowed: {_MOST_VALUES} of a request")
             target = arrays.pop(TARGETS).astype(np.int64)
             check_ids(target.ravel(), f"{place}.{TARGETS}", vocabulary=vocabulary)
             ids.append(tokens)
@@ -143,8 +163,11 @@ class Examples:
             )
         wanted = [
             *loss.inputs,
-            *(key for key in CLIPS if key in loss.settings and key in values[0]),
+            *(k for k in CLIPS if k in loss.settings and any(k in arrays for arrays in values)),
         ]
+        for (number, arrays), key in itertools.product(enumerate(values), wanted):
+            if key not in arrays:
+                raise UserError(f"data[{number}]: got no {key}, allowed: in each datum, or in none")
         return cls(
             rows=make_rows(ids, targets),
             width=widths.pop(),
@@ -259,7 +282,9 @@ def dense(tensor: Message, place: str) -> np.ndarray:
     values = _array(csr.get("values", b""), form, place)
     crow, col = (_array(csr.get(k, b""), "<i8", place) for k in ("crow_indices", "col_indices"))
     counts = np.diff(crow)
-    fits = len(shape) == 2 and min(shape) >= 0 and size <= 1 << 31 and len(crow) == shape[0] + 1
+    fits = (
+        len(shape) == 2 and min(shape) >= 0 and size <= _MOST_VALUES and len(crow) == shape[0] + 1
+    )
     fits = fits and (counts >= 0).all() and counts.sum() == len(col) == len(values)
     if not fits or (len(col) and not (col.min() >= 0 and col.max() < shape[1])):
         raise UserError(f"{place}: got indices that do not fit its shape {shape}")

@@ -32,14 +32,7 @@ from penstock.config.source import validate
 from penstock.errors import EnginesLost, PenstockError, RunError, UserError
 from penstock.run import preflight
 from penstock.service.adapters import Adapters
-from penstock.service.models import (
-    LOAD,
-    SAVE,
-    SAVE_EXTERNAL,
-    SAVE_SAMPLER,
-    Models,
-    ModelSettings,
-)
+from penstock.service.models import LOAD, SAVE, SAVE_EXTERNAL, SAVE_SAMPLER, Models, ModelSettings
 from penstock.service.prune import prune, remove_weights, sweep
 from penstock.service.samplers import Samplers, count_samples
 from penstock.service.turns import Turns
@@ -280,7 +273,7 @@ class ServiceCore:
 
     def submit(self, owner: str, kind: str, line: str, seq: object, body: bytes) -> str:
         """Log a command, so that it will be done; return its request id. One that is known is not done again."""
-        seq = _checked_seq("seq_id", seq)
+        seq = _checked_seq("seq_id", seq, least=0 if kind in (CREATE, SAMPLE) else 1)
         self._check_owner(owner, kind, line)
         if (command := self.log.find(line, seq)) is None:
             size = self._waiting_bytes[owner] + len(body)
@@ -290,6 +283,10 @@ class ServiceCore:
                 )
             command = self.log.add(line, seq, owner, kind, body)
             self._enqueue(command)
+        elif not command.is_asked_by(kind, body):
+            raise UserError(
+                f"seq_id: got {seq} again for another request, allowed: the next number"
+            )
         return command.request_id
 
     def _check_owner(self, owner: str, kind: str, line: str) -> None:
@@ -317,7 +314,7 @@ class ServiceCore:
         self._answers.setdefault(command.request_id, asyncio.Event())
         if command.kind == SAMPLE:
             self._samples.add(command)
-            self._begin_samples()
+            asyncio.get_running_loop().call_soon(self._begin_samples)
             return
         if command.kind == CREATE:
             self._commands.add(command)
@@ -454,17 +451,8 @@ class ServiceCore:
         kind, name = _KINDS[command.kind], name or f"step-{command.seq}"
         path, now = f"tinker://{command.line}/{kind}/{name}", time.time()
         about = _expiry(fields.get("ttl_seconds")), json.dumps(fields.get("user_metadata"))
-        row = (
-            path,
-            command.line,
-            owner,
-            folder,
-            made["digest"],
-            kind,
-            made["size_bytes"],
-            now,
-            *about,
-        )
+        size, digest = made["size_bytes"], made["digest"]
+        row = (path, command.line, owner, folder, digest, kind, size, now, *about)
         marks = ", ".join("?" * len(row))
         self.log.query(f"INSERT OR REPLACE INTO checkpoints VALUES({marks})", row)
         return {"path": path}
@@ -522,6 +510,9 @@ class ServiceCore:
         else:
             checkpoint = self.checkpoint(owner, path)
             self._add_sampler(sampler, owner, path, checkpoint["folder"], checkpoint["digest"])
+        kept = self.sampler(owner, sampler)
+        if kept["model_path"] != path or (path is None and kept["folder"]):
+            raise UserError(f"{name}: got {seq} again for other weights, allowed: the next number")
         return sampler
 
     def sampler(self, owner: str, sampler: str) -> Fields:
@@ -561,9 +552,9 @@ def _check_layout(config: Config) -> None:
     preflight.check_launch(config)
 
 
-def _checked_seq(name: str, seq: object) -> int:
-    if not isinstance(seq, int) or not 0 <= seq < 1 << 63:
-        raise UserError(f"{name}: got {seq!r}, allowed: an integer from 0")
+def _checked_seq(name: str, seq: object, least: int = 0) -> int:
+    if not isinstance(seq, int) or not least <= seq < 10**18:
+        raise UserError(f"{name}: got {seq!r}, allowed: an integer from {least}, below 10**18")
     return seq
 
 
@@ -577,6 +568,8 @@ def _check_checkpoint(fields: Fields) -> None:
     name = fields.get("path")
     if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise UserError(f"path: got {name!r}, allowed: letters, digits, dot, dash, underscore")
+    if name is None and (key := "sampling_session_seq_id") in fields:
+        _checked_seq(key, fields[key])
     _expiry(fields.get("ttl_seconds"))
 
 

@@ -30,7 +30,7 @@ from penstock.errors import DigestMismatch, UserError
 from penstock.files import whole_folder
 from penstock.model.arithmetic import use_threads
 from penstock.model.loading import compute_dtype
-from penstock.service.batches import NO_LOGPROB, Examples, Rows
+from penstock.service.batches import NO_LOGPROB, Examples, Rows, readable
 from penstock.service.prune import snapshots_of
 from penstock.store import wire
 from penstock.store.command_log import FORWARD_BACKWARD, OPTIM_STEP, Command, CommandLog
@@ -70,6 +70,7 @@ class ModelSettings:
     train_mlp: bool = True
 
     @classmethod
+    @readable("create_model")
     def of(cls, create: Command, config: Config) -> ModelSettings:
         """The settings in a create_model command; its seed, if it gives none, is that of its name."""
         fields = create.fields
@@ -77,13 +78,15 @@ class ModelSettings:
         if (family := (fields.get("optimizer_config") or {}).get("type", "adamw")) != "adamw":
             raise UserError(f"optimizer_config: got {family!r}, allowed: 'adamw'")
         rank, seed = lora.get("rank"), lora.get("seed")
-        if not isinstance(rank, int) or rank < 0:
+        if type(rank) is not int or rank < 0:
             raise UserError(f"lora_config.rank: got {rank!r}, allowed: an integer from 0")
         if seed is None:
             seed = stable_hash(config.seed, create.request_id) % (1 << 31)
         parts = lora.get("train_attn", True), lora.get("train_mlp", True)
         if rank and not any(parts):
             raise UserError("lora_config: got no layers, allowed: train_attn or train_mlp")
+        if not -(1 << 63) <= int(seed) < 1 << 63:
+            raise UserError(f"lora_config.seed: got {seed}, allowed: a number of 64 bits")
         return cls(rank, int(seed), bool(parts[0]), bool(parts[1]))
 
 
@@ -434,6 +437,7 @@ class Models:
         return ids, logprobs
 
 
+@readable("optim_step")
 def _adam(fields: dict[str, Any]) -> dict[str, float]:
     """The parameters of AdamW, checked."""
     other = fields.get("optimizer_params") or {}

@@ -17,7 +17,7 @@ import numpy as np
 from penstock.data.sampler import stable_hash
 from penstock.engine.protocol import Generation, GenerationRequest, SamplingParams
 from penstock.errors import EngineError, UserError
-from penstock.service.batches import NO_LOGPROB, check_ids, dense, make_rows
+from penstock.service.batches import NO_LOGPROB, check_ids, dense, make_rows, readable
 from penstock.service.models import Models
 from penstock.store import wire
 from penstock.workers.workers import Engines
@@ -25,6 +25,8 @@ from penstock.workers.workers import Engines
 MOST_SAMPLES = 1024  # of one request
 _NEWEST_SHARE, _LEAST_FILL = 0.2, 0.125  # of a running average
 MOST_LIKELY = 1024  # tokens of one place that a request may ask for
+_Admitted = deque[asyncio.Future[None]]
+_Waiting = tuple[str, Any, _Admitted]  # for a checkpoint: its digest and settings, and who waits
 
 
 class Samplers:
@@ -43,9 +45,8 @@ class Samplers:
         self._holds_adapters = holds_adapters
         self._current, self._running, self._switching = "", 0, False  # "": the base
         self._version = 0
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._settings: dict[str, Any] = {}
         self.fill = 0.5  # the share of the samples of a request that run, on average until its end
 
     # ---- turns
@@ -53,10 +54,9 @@ class Samplers:
     @asynccontextmanager
     async def _turn(self, folder: str, digest: str, settings: Any) -> AsyncIterator[None]:
         """Let the engines have this checkpoint's weights inside the context."""
-        self._settings[folder] = (digest, settings)
         if self._switching or self._waiting or folder != self._current:
             admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(folder, deque()).append(admitted)
+            self._waiting.setdefault(folder, (digest, settings, deque()))[2].append(admitted)
             self._advance()
             try:
                 await admitted  # `_switch` has counted it
@@ -77,14 +77,13 @@ class Samplers:
         """Begin the next turn, if the last one is over."""
         if self._running or self._switching or not self._waiting:
             return
-        folder, waiting = self._waiting.popitem(last=False)
+        folder, turn = self._waiting.popitem(last=False)
         self._switching = True
-        task = asyncio.create_task(self._switch(folder, waiting), name=f"sample {folder}")
+        task = asyncio.create_task(self._switch(folder, *turn), name=f"sample {folder}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _switch(self, folder: str, waiting: deque[asyncio.Future[None]]) -> None:
-        digest, settings = self._settings.pop(folder)
+    async def _switch(self, folder: str, digest: str, settings: Any, waiting: _Admitted) -> None:
         try:
             if folder != self._current:
                 source = await self._in_trainer(self._models.scorer, folder, settings)
@@ -122,12 +121,13 @@ class Samplers:
         self, name: str, fields: Mapping[str, Any], folder: str, digest: str, settings: Any
     ) -> bytes:
         """The answer to an asample."""
-        prompt = prompt_ids(fields)
-        check_ids(prompt, "prompt", vocabulary=self._models.vocabulary)
-        is_adapter = settings is not None and settings.rank > 0 and self._holds_adapters
-        adapter, whole = (f"{folder}@{digest}", "") if is_adapter else ("", folder)
-        requests = self._requests(name, fields, prompt, adapter)
-        ask = _Scores(fields, prompt, self._models.vocabulary)
+        with readable("asample"):
+            prompt = prompt_ids(fields)
+            check_ids(prompt, "prompt", vocabulary=self._models.vocabulary)
+            is_adapter = settings is not None and settings.rank > 0 and self._holds_adapters
+            adapter, whole = (f"{folder}@{digest}", "") if is_adapter else ("", folder)
+            requests = self._requests(name, fields, prompt, adapter)
+            ask = _Scores(fields, prompt, self._models.vocabulary)
         room, wanted = self._models.longest - len(prompt), requests[0].sampling.max_tokens
         if ask.asks_anything and (room, wanted) == (0, 1):  # so the SDK asks for log-probs alone
             generations = [_no_tokens(request) for request in requests]
@@ -245,10 +245,9 @@ def prompt_ids(fields: Mapping[str, Any]) -> np.ndarray:
         if chunk.get("type", "encoded_text") != "encoded_text":
             raise UserError(f"prompt: got a chunk {chunk['type']!r}, allowed: 'encoded_text'")
         ids += chunk.get("tokens") or []
-    try:
-        return np.array(ids, np.int32)
-    except (ValueError, TypeError, OverflowError):
-        raise UserError("prompt: got tokens that are no integers, allowed: token ids") from None
+    if not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
+        raise UserError("prompt: got tokens that are no token ids, allowed: integers from 0")
+    return np.array(ids, np.int32)
 
 
 def sampling_params(params: Mapping[str, Any], room: int) -> SamplingParams:

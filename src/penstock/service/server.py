@@ -135,7 +135,7 @@ class Server:
         name = str(_fields(body).get("request_id"))
         try:
             command = await self.core.answer(owner, name, _POLL_S)
-        except NotFound as error:
+        except (NotFound, UnicodeEncodeError) as error:
             raise HTTPException(404, str(error)) from None
         if command is None:
             waits = {"type": "try_again", "request_id": name, "queue_state": "active"}
@@ -297,7 +297,7 @@ def _guarded(answer: Callable[[], Any]) -> Any:
         raise HTTPException(429, str(error)) from None
     except NotFound as error:
         raise HTTPException(404, str(error)) from None
-    except UserError as error:
+    except (UserError, UnicodeEncodeError, RecursionError) as error:  # what the log does not take
         raise HTTPException(400, str(error)) from None
 
 

@@ -72,6 +72,15 @@ class Command:
         fields: dict[str, Any] = json.loads(self.body)
         return fields
 
+    def is_asked_by(self, kind: str, body: bytes) -> bool:
+        """Whether a request is this command again; the order of a map's keys in its bytes means nothing."""
+        if kind != self.kind or self.emptied or body == self.body:
+            return kind == self.kind
+        if kind != FORWARD_BACKWARD:
+            return False
+        one, other = (wire.decode("ForwardBackwardRequest", each) for each in (body, self.body))
+        return one == other
+
 
 _COLUMNS = "number, line, seq, owner, kind, body, outcome, result, digest, emptied"
 Values = Sequence[object] | Mapping[str, object]

@@ -219,6 +219,8 @@ def decode_head(message: str, data: bytes) -> Message:
         fields = _FIELDS[message]
         return {
             fields[number][0]: _value(fields[number][1], raw)
-            for number, _, raw in _parts(memoryview(data))
-            if number in fields and fields[number][1] in ("str", "int", "bool")
+            for number, form, raw in _parts(memoryview(data))
+            if number in fields
+            and (kind := fields[number][1]) in ("str", "int", "bool")
+            and form == _SCALARS.get(kind, _LENGTH)  # the bytes of a number would be so many zeros
         }
