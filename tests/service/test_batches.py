@@ -108,15 +108,19 @@ def sparse(tokens: int, width: int, dtype: int) -> dict[str, Any]:
 def test_a_small_request_takes_no_large_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "_MOST_VALUES", 8)
     for width in (5, 2):  # too many in one tensor, and in two datums
-        wide = {"target_tokens": sparse(2, width, INT64), "weights": sparse(2, width, FLOAT32)}
-        message = request(**wide)
+        targets, weights = sparse(2, width, INT64), sparse(2, width, FLOAT32)
+        message = request(target_tokens=targets, weights=weights)
         message["data"] *= 2
         with pytest.raises(UserError, match=r"data\[[01]\]"):
             parse(message)
 
 
 def test_thresholds_of_tokens_are_in_every_datum_or_in_none() -> None:
-    inputs = {"logprobs": tensor([0.0, 0.0]), "advantages": tensor([1.0, 1.0]), "weights": None}
+    inputs: dict[str, Any] = {
+        "logprobs": tensor([0.0, 0.0]),
+        "advantages": tensor([1.0, 1.0]),
+        "weights": None,
+    }
     message = request("ppo", **inputs)
     message["data"] += request("ppo", clip_low_threshold=tensor([0.5, 0.5]), **inputs)["data"]
     for missing in (0, 1):

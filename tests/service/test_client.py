@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from typer.testing import CliRunner
 import penstock
 from penstock import AdamParams, Datum, SamplingParams
 from penstock.cli import app
+from penstock.service.client import SamplingClient, TrainingClient
 from penstock.service.core import Busy, ServiceCore
 from penstock.store.command_log import FILE
 from stages import either_loop
@@ -118,7 +123,50 @@ def test_a_full_queue_takes_no_more_from_its_owner(
         with pytest.raises(Busy, match="allowed: no more now"):
             service.create_lora_training_client(rank=2)
         monkeypatch.setattr("penstock.service.core.MOST_WAITING", 9)
-        assert service.create_lora_training_client(rank=2).model_id  # nothing was half logged
+        trainer = service.create_lora_training_client(rank=2)  # nothing was half logged
+        monkeypatch.setattr("penstock.service.core.MOST_WAITING", 0)
+        with pytest.raises(Busy):
+            trainer.forward([DATUM], "cross_entropy")
+        monkeypatch.setattr("penstock.service.core.MOST_WAITING", 9)
+        assert trainer.forward([DATUM], "cross_entropy").result(60).metrics  # its number is used
+
+
+def test_who_waits_for_an_answer_hears_that_the_service_was_closed(tmp_path: Path) -> None:
+    with penstock.Service("demo", folder=tmp_path) as service:
+        made = service.create_lora_training_client(rank=2)
+        later = TrainingClient(service, made.model_id, last_seq=1)
+        waiting = later.forward([DATUM], "cross_entropy")  # for a command that does not come
+    with pytest.raises(penstock.RunError, match="closed before this command had its answer"):
+        waiting.result(60)
+    with pytest.raises(penstock.UserError, match="got a call after close"):
+        made.forward([DATUM], "cross_entropy")
+
+
+def test_threads_may_share_a_client() -> None:
+    """Two requests with one number would have one answer."""
+    seqs: list[int] = []
+    service: Any = SimpleNamespace(create_sampling_client=None, get_tokenizer=None)
+    service._submit = lambda read, kind, line, seq, body: seqs.append(seq)
+    sampler, trainer = SamplingClient(service, "sampler"), TrainingClient(service, "model")
+    for call in (
+        lambda: sampler.sample([1], 1, SamplingParams()),
+        lambda: trainer.optim_step(STEP),
+    ):
+        seqs.clear()
+
+        def work(call: Any = call) -> None:
+            for _ in range(300):
+                call()
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(before)
+        assert sorted(seqs) == list(range(1, 2401))
 
 
 def in_memory(service: penstock.Service) -> list[str]:

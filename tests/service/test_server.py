@@ -374,8 +374,8 @@ def test_fields_of_other_types_are_a_mistake_of_the_client_and_harm_nobody(
     asked = [ask(seq, **{**few, **fields}) for seq, fields in enumerate(odd)]
     lora = [5, {"rank": True}, {"rank": 1, "seed": "a"}, {"rank": 1, "seed": 10**30}]
     made = {"session_id": session, "base_model": "demo"}
-    for number, fields in enumerate(lora, 40):
-        fields = {**made, "model_seq_id": number, "lora_config": fields}
+    for number, config in enumerate(lora, 40):
+        fields = {**made, "model_seq_id": number, "lora_config": config}
         asked.append(client.json("create_model", fields)["request_id"])
     client.json("create_model", {**made, "model_seq_id": 50, "lora_config": {"rank": 1}})
     model = {"model_id": f"{session}:train:50"}

@@ -14,6 +14,7 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from concurrent.futures import Future as ThreadFuture
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from penstock.errors import RunError, UserError
+from penstock.errors import PenstockError, RunError, UserError
 from penstock.store import wire
 
 if TYPE_CHECKING:
@@ -107,7 +108,13 @@ class Future:
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the answer; raise UserError or RunError if the command failed."""
-        command = self._waiting.result(timeout)
+        try:
+            command = self._waiting.result(timeout)
+        except CancelledError:
+            raise RunError(
+                "service: it was closed before this command had its answer; the next service of its "
+                "folder does it"
+            ) from None
         if command.outcome == "done":
             return self._read(command.result)
         failure = json.loads(command.result)
@@ -169,6 +176,9 @@ class Service(_WithAsync):
         self._models, self._samplers = itertools.count(), itertools.count()
 
     def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
+        if self._loop.is_closed():
+            work.close()
+            raise UserError("service: got a call after close(), allowed: calls before it")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _now(self, function: Callable[..., Any], *values: Any) -> Any:
@@ -269,6 +279,14 @@ class Service(_WithAsync):
             self._end()
 
     def _end(self) -> None:
+        async def give_up() -> None:
+            """Let those who wait for answers hear that none will come."""
+            waiting = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+        self._call(give_up())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -285,6 +303,7 @@ class TrainingClient(_WithAsync):
 
     def __init__(self, service: Service, model_id: str, last_seq: int = 0) -> None:
         self._service, self.model_id, self._seq = service, model_id, last_seq
+        self._counting = threading.Lock()
         self.create_sampling_client = service.create_sampling_client
         self.get_tokenizer = service.get_tokenizer
 
@@ -292,8 +311,13 @@ class TrainingClient(_WithAsync):
         return self._submit(_read, kind, json.dumps(fields).encode())
 
     def _submit(self, read: Callable[[bytes], Any], kind: str, body: bytes) -> Future:
-        self._seq += 1
-        return self._service._submit(read, kind, self.model_id, self._seq, body)
+        with self._counting:  # a gap would let all later commands wait for ever
+            self._seq += 1
+            try:
+                return self._service._submit(read, kind, self.model_id, self._seq, body)
+            except PenstockError:  # it was refused
+                self._seq -= 1
+                raise
 
     def forward_backward(
         self,
@@ -382,7 +406,7 @@ class SamplingClient(_WithAsync):
     """Samples from one set of weights."""
 
     def __init__(self, service: Service, sampler_id: str) -> None:
-        self._service, self.sampler_id, self._seq = service, sampler_id, 0
+        self._service, self.sampler_id, self._seq = service, sampler_id, itertools.count(1)
         self.get_tokenizer = service.get_tokenizer
 
     def sample(
@@ -404,9 +428,8 @@ class SamplingClient(_WithAsync):
             "topk_prompt_logprobs": topk_prompt_logprobs,
             "topk_sample_logprobs": topk_sample_logprobs,
         }
-        self._seq += 1
-        body = json.dumps(fields).encode()
-        return self._service._submit(_read_samples, "asample", self.sampler_id, self._seq, body)
+        seq, body = next(self._seq), json.dumps(fields).encode()
+        return self._service._submit(_read_samples, "asample", self.sampler_id, seq, body)
 
     def compute_logprobs(self, prompt: Any) -> Future:
         """The log-prob of each token of the prompt; None for the first."""
