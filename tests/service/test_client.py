@@ -254,3 +254,25 @@ def test_engines_get_more_requests_when_few_samples_of_each_run_to_its_end(
             sampler.sample(IDS, 2, SamplingParams(max_tokens=2))
         service._call(asyncio.sleep(0.1))
         assert len(calls) == begun
+
+
+def test_samples_whose_log_probs_wait_for_the_trainer_leave_the_engines_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_score = threading.Event()
+    with penstock.Service("demo", folder=tmp_path, settings={"engine.max_slots": 4}) as service:
+        score = service._core.samplers._add_scores
+
+        def wait_and_score(*values: Any) -> None:
+            may_score.wait()
+            score(*values)
+
+        monkeypatch.setattr(service._core.samplers, "_add_scores", wait_and_score)
+        sampler = service.create_sampling_client()
+        scored = [sampler.compute_logprobs(IDS) for _ in range(10)]
+        try:
+            sampled = sampler.sample(IDS, 1, SamplingParams(max_tokens=2, stop=[])).result(60)
+        finally:
+            may_score.set()
+        assert len(sampled.sequences[0].tokens) == 2
+        assert all(len(future.result(60)) == len(IDS) for future in scored)

@@ -105,7 +105,8 @@ class ServiceCore:
         self._trainer = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._lines: dict[str, _Line] = {}
         self._commands, self._samples = Turns(), Turns()
-        self._sampling = self._slots = 0  # samples that the engines have, and can make at once
+        self._sampling: Counter[str] = Counter()  # by request: samples that the engines have
+        self._slots = 0  # samples that they can make at once
         self._jobs: deque[Callable[[], None]] = deque()
         self._answers: dict[str, asyncio.Event] = {}
         self._waiting: Counter[str] = Counter()
@@ -134,7 +135,8 @@ class ServiceCore:
             await self.close()
             raise
         holds = stats.most_adapters > 0
-        self.samplers = Samplers(self.models, engines, self._in_trainer, holds_adapters=holds)
+        parts = self.models, engines, self._in_trainer, self._generated
+        self.samplers = Samplers(*parts, holds_adapters=holds)
         self._slots = (stats.slots or UNKNOWN_SLOTS) * launch.num_producers
         watchdog = Watchdog(
             engines.events.waits, self.config.watchdog, engines, note=engines.events.note
@@ -336,17 +338,19 @@ class ServiceCore:
 
     def _begin_samples(self) -> None:
         """Let the engines have samples, as many as keep them busy: the others wait here, where owners take turns."""
-        while self._sampling * self.samplers.fill < _AHEAD * self._slots:
+        while self._sampling.total() * self.samplers.fill < _AHEAD * self._slots:
             if (command := self._samples.next()) is None:
                 return
-            count = count_samples(command.fields)
-            self._sampling += count
-            self._begin(self._do_samples(command, count), command.request_id)
+            self._sampling[command.request_id] = count_samples(command.fields)
+            self._begin(self._do_samples(command), command.request_id)
 
-    async def _do_samples(self, command: Command, count: int) -> None:
+    async def _do_samples(self, command: Command) -> None:
         await self._do(command)
-        self._sampling -= count
-        self._begin_samples()
+        self._generated(command.request_id)  # if it failed before
+
+    def _generated(self, request_id: str) -> None:
+        if self._sampling.pop(request_id, 0):
+            self._begin_samples()
 
     async def _work(self) -> None:
         """Do commands of models, one at a time; woken by each new one."""

@@ -30,18 +30,23 @@ _Waiting = tuple[str, Any, _Admitted]  # for a checkpoint: its digest and settin
 
 
 class Samplers:
-    """Whose turn it is. `in_trainer` runs a function in the trainer's thread."""
+    """Whose turn it is. `in_trainer` runs a function in the trainer's thread.
+
+    `generated` is told when the engines have done a request, whose log-probs may still wait for the trainer.
+    """
 
     def __init__(
         self,
         models: Models,
         engines: Engines,
         in_trainer: Callable[..., Awaitable[Any]],
+        generated: Callable[[str], None],
         *,
         holds_adapters: bool,
     ) -> None:
         """holds_adapters: False if the model runs by its own code."""
         self._models, self._engines, self._in_trainer = models, engines, in_trainer
+        self._generated = generated
         self._holds_adapters = holds_adapters
         self._current, self._running, self._switching = "", 0, False  # "": the base
         self._version = 0
@@ -139,6 +144,7 @@ class Samplers:
         lengths = [len(generation.token_ids) for generation in generations]
         share = sum(lengths) / (len(lengths) * max(1, *lengths))
         self.fill += _NEWEST_SHARE * (max(share, _LEAST_FILL) - self.fill)
+        self._generated(name)
         answer: dict[str, Any] = {"sequences": [_sequence(g) for g in generations]}
         if ask.asks_anything:
             await self._in_trainer(self._add_scores, answer, ask, generations, folder, settings)
