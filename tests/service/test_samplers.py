@@ -129,3 +129,13 @@ def test_requests_that_come_together_for_a_checkpoint_of_all_weights_get_their_t
         assert sorted(served) == ["a", "a", "a", "b"]
 
     asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_adapters_are_sampled_from_after_a_model_of_all_weights(tmp_path: Path) -> None:
+    """The engine has the base again then, which has another digest than the adapters."""
+    with penstock.Service("demo", folder=tmp_path) as service:
+        adapters, whole = (service.create_lora_training_client(rank=rank) for rank in (1, 0))
+        first = [future.result().sequences for future in ask(adapters)]
+        assert all(future.result().sequences for future in ask(whole))
+        assert [future.result().sequences for future in ask(adapters)] == first

@@ -130,14 +130,15 @@ class Samplers:
             prompt = prompt_ids(fields)
             check_ids(prompt, "prompt", vocabulary=self._models.vocabulary)
             is_adapter = settings is not None and settings.rank > 0 and self._holds_adapters
-            adapter, whole = (f"{folder}@{digest}", "") if is_adapter else ("", folder)
+            adapter = f"{folder}@{digest}" if is_adapter else ""
             requests = self._requests(name, fields, prompt, adapter)
             ask = _Scores(fields, prompt, self._models.vocabulary)
         room, wanted = self._models.longest - len(prompt), requests[0].sampling.max_tokens
         if ask.asks_anything and (room, wanted) == (0, 1):  # so the SDK asks for log-probs alone
             generations = [_no_tokens(request) for request in requests]
         else:
-            async with self._turn(whole, digest, settings):
+            turn = ("", "", None) if adapter else (folder, digest, settings)  # adapters: the base's
+            async with self._turn(*turn):
                 generations = await self._engines.pool.generate_many(requests)
         if failed := [g for g in generations if g.finish_reason in ("error", "abort")]:
             raise EngineError(f"sampling failed: {failed[0].error or 'the engine was stopped'}")
