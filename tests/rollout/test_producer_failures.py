@@ -264,6 +264,22 @@ def test_a_rule_that_stops_too_early_ends_the_run(tmp_path: Path) -> None:
     on_virtual_time(main)
 
 
+def test_a_rule_that_launches_nothing_ends_a_run_whose_step_waits_already(tmp_path: Path) -> None:
+    async def main() -> None:
+        config = AsyncProduceStrategyConfig(should_continue_fn=lambda done, batch: False)
+        stage = ProducerStage(tmp_path, config)
+        step = asyncio.create_task(stage.producer.take_batch(1))
+        await turns()
+        running = asyncio.create_task(stage.producer.run())
+        await turns()
+        assert step.done()
+        with pytest.raises(RunError, match="should_continue_fn"):
+            await step
+        await cancel(running)
+
+    on_virtual_time(main)
+
+
 def test_an_engine_with_older_weights_than_it_confirmed_stops_the_run(tmp_path: Path) -> None:
     async def main() -> None:
         stage = ProducerStage(

@@ -122,7 +122,8 @@ class Producer:
         self._journal = journal
         self._waits = waits or Waits()
         self._groups_per_step = groups_per_step
-        self._changed = Signal()
+        self._changed, self._looked = Signal(), Signal()  # second: also when a task becomes idle
+        self._changed.forward_to(self._looked)
         self._weights = {task.name: task.weight for task in tasks}
         self._tasks = [self._state_of(task) for task in tasks]
         self._shares = TaskShares(
@@ -239,6 +240,7 @@ class Producer:
     async def _idle(self, task: _TaskState, seen: int, what: str) -> None:
         """Wait until something has changed since `seen`."""
         self._idle_at[task.name] = seen
+        self._looked.notify()  # a step may wait for what this task will not produce
         self._measure_idle_time()
         who = f"produce {task.name}"
         with self._waits.wait(who, WaitKind.WAIT, what):
@@ -320,7 +322,7 @@ class Producer:
             return resumed
         shares = self._shares.at(step)
         while True:
-            seen = self._changed.count
+            seen, looked = self._changed.count, self._looked.count
             for fault in (*(task.runner.fault for task in self._tasks), self._fault):
                 if fault is not None:
                     raise fault
@@ -335,7 +337,7 @@ class Producer:
             if self._changed.count != seen:
                 continue  # a group expired in the meantime
             self._raise_if_hopeless(step, shares)
-            await self._changed.wait_after(seen)
+            await self._looked.wait_after(looked)
         groups: list[Group] = []
         for task in self._tasks:  # each task's groups in cursor order; none of them has expired
             taken: list[Group] = []
