@@ -63,7 +63,8 @@ def test_a_day_later_a_service_has_forgotten_what_it_answered_and_goes_on(
         again = service._call(service._core.answer("local", request, 1.0))
         assert json.loads(again.result)["error"] == "request_id: its answer was kept for a day"
         body = b"{}"
-        service._now(service._core.submit, "local", "optim_step", trainer.model_id, 1, body)  # fmt: skip
+        kind = "forward_backward"
+        service._now(service._core.submit, "local", kind, trainer.model_id, 1, body)
     with sqlite3.connect(tmp_path / FILE) as database:
         rows = database.execute("SELECT emptied, length(body), runs FROM commands WHERE line = ? ORDER BY seq", (trainer.model_id,)).fetchall()  # fmt: skip
     assert [(emptied, size == 0) for emptied, size, _ in rows[:4]] == [(1, True)] * 4

@@ -92,7 +92,7 @@ def test_a_request_that_is_given_up_as_its_turn_begins_leaves_the_turn() -> None
             return source
 
         models: Any = SimpleNamespace(scorer=None)
-        turns = GivenUp(models, engines, in_trainer, holds_adapters=True)
+        turns = GivenUp(models, engines, in_trainer, lambda _: None, holds_adapters=True)
 
         async def take(folder: str) -> None:
             async with turns._turn(folder, "digest", None):
@@ -117,7 +117,7 @@ def test_requests_that_come_together_for_a_checkpoint_of_all_weights_get_their_t
         pool = SimpleNamespace(update_weights=nothing)
         engines: Any = SimpleNamespace(pool=pool, publish=lambda *_: None)
         models: Any = SimpleNamespace(scorer=None)
-        turns = samplers.Samplers(models, engines, nothing, holds_adapters=True)
+        turns = samplers.Samplers(models, engines, nothing, lambda _: None, holds_adapters=True)
         served = []
 
         async def take(folder: str) -> None:
