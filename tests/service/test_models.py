@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from penstock.config.source import load_config
 from penstock.errors import DigestMismatch, UserError
 from penstock.service.batches import LOSSES, make_rows
-from penstock.service.models import Models
+from penstock.service.models import Models, _adam
 from penstock.store import wire
 from penstock.store.command_log import FILE, Command, CommandLog
 from stages.service_client import forward_backward
@@ -266,3 +266,9 @@ def test_commands_are_checked_as_they_are_read(room: Room) -> None:
     room.log.query("UPDATE commands SET body = ? WHERE seq = 1", (b"other",))
     assert list(room.log.damaged()) == [f"{model_id}#1"]
     assert isinstance(room.log.find(model_id, 1), Command)
+
+
+@pytest.mark.parametrize("eps", [0, 1e-300])
+def test_a_step_that_would_divide_nothing_by_nothing_is_refused(eps: float) -> None:
+    with pytest.raises(UserError, match=r"adam_params\.eps: got .*, allowed: from 1e-38"):
+        _adam({"adam_params": {"eps": eps}})

@@ -449,4 +449,6 @@ def _adam(fields: dict[str, Any]) -> dict[str, float]:
         limit = 1.0 if name.startswith("beta") else math.inf
         if not isinstance(value, int | float) or not 0 <= value < limit:
             raise UserError(f"adam_params.{name}: got {value!r}, allowed: from 0, below {limit:g}")
+    if given["eps"] < 1e-38:  # 0 in float32: weights without a gradient would be 0 / 0
+        raise UserError(f"adam_params.eps: got {given['eps']!r}, allowed: from 1e-38")
     return {name: float(given[name]) for name in _ADAM}
