@@ -20,7 +20,7 @@ from penstock import AdamParams, Datum, SamplingParams
 from penstock.cli import app
 from penstock.service.client import SamplingClient, TrainingClient
 from penstock.service.core import Busy, ServiceCore
-from penstock.store.command_log import FILE
+from penstock.store.command_log import FILE, Command
 from stages import either_loop
 
 IDS = [1, 5, 6, 7, 8, 9]
@@ -241,14 +241,14 @@ def test_engines_get_more_requests_when_few_samples_of_each_run_to_its_end(
 ) -> None:
     calls: list[str] = []
 
-    async def sample(name: str, *values: object) -> bytes:
-        calls.append(name)
+    async def sample(command: Command, *values: object) -> bytes:
+        calls.append(command.request_id)
         return await asyncio.Future()  # for ever
 
     settings = {"engine.max_slots": 8}
     with penstock.Service("demo", folder=tmp_path, settings=settings) as service:
         monkeypatch.setattr(service._core.samplers, "sample", sample)
-        service._core.samplers.fill = fill
+        service._core.seats.fill = fill
         sampler = service.create_sampling_client()
         for _ in range(40):
             sampler.sample(IDS, 2, SamplingParams(max_tokens=2))
@@ -276,3 +276,16 @@ def test_samples_whose_log_probs_wait_for_the_trainer_leave_the_engines_to_other
             may_score.set()
         assert len(sampled.sequences[0].tokens) == 2
         assert all(len(future.result(60)) == len(IDS) for future in scored)
+
+
+@pytest.mark.slow
+def test_a_large_request_leaves_the_engines_to_others_part_by_part(tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=4, stop=[], seed=7)
+    with penstock.Service("demo", folder=tmp_path, settings={"engine.max_slots": 4}) as service:
+        greedy, modest = (service.create_sampling_client() for _ in range(2))
+        large = greedy.sample(IDS, 1024, params)
+        few = modest.sample(IDS, 2, params).result(60).sequences
+        assert not large._waiting.done()
+        many = large.result(300).sequences
+    assert len(many) == 1024
+    assert [sequence.tokens for sequence in many[:2]] == [sequence.tokens for sequence in few]

@@ -13,6 +13,7 @@ import penstock
 from penstock import AdamParams, Datum, SamplingParams
 from penstock.engine.transformers import adapters
 from penstock.service import samplers
+from penstock.service.turns import Seats
 
 IDS = [1, 5, 6, 7, 8, 9, 10, 11]
 STEP = AdamParams(learning_rate=3e-2, eps=1e-8)
@@ -92,7 +93,7 @@ def test_a_request_that_is_given_up_as_its_turn_begins_leaves_the_turn() -> None
             return source
 
         models: Any = SimpleNamespace(scorer=None)
-        turns = GivenUp(models, engines, in_trainer, lambda _: None, holds_adapters=True)
+        turns = GivenUp(models, engines, in_trainer, Seats(lambda _: None), holds_adapters=True)
 
         async def take(folder: str) -> None:
             async with turns._turn(folder, "digest", None):
@@ -117,7 +118,9 @@ def test_requests_that_come_together_for_a_checkpoint_of_all_weights_get_their_t
         pool = SimpleNamespace(update_weights=nothing)
         engines: Any = SimpleNamespace(pool=pool, publish=lambda *_: None)
         models: Any = SimpleNamespace(scorer=None)
-        turns = samplers.Samplers(models, engines, nothing, lambda _: None, holds_adapters=True)
+        turns = samplers.Samplers(
+            models, engines, nothing, Seats(lambda _: None), holds_adapters=True
+        )
         served = []
 
         async def take(folder: str) -> None:

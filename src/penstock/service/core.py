@@ -34,8 +34,8 @@ from penstock.run import preflight
 from penstock.service.adapters import Adapters
 from penstock.service.models import LOAD, SAVE, SAVE_EXTERNAL, SAVE_SAMPLER, Models, ModelSettings
 from penstock.service.prune import prune, remove_weights, sweep
-from penstock.service.samplers import Samplers, count_samples
-from penstock.service.turns import Turns
+from penstock.service.samplers import Samplers
+from penstock.service.turns import Seats, Turns
 from penstock.store import trust
 from penstock.store.command_log import FILE, Command, CommandLog
 from penstock.store.run_folder import RunFolder
@@ -50,7 +50,6 @@ from penstock.workers.workers import Engines, all_or_first_error
 CREATE, SAMPLE = "create_model", "asample"
 TRAINING = ("forward_backward", "optim_step", LOAD, SAVE, SAVE_SAMPLER)
 MOST_WAITING, MOST_WAITING_BYTES = 4096, 512 << 20  # commands without an answer, of one owner
-_AHEAD = 1.25  # samples that run or wait in the engines, for each that they can make at once
 _MOST_RUNS = 3  # of a command that may be what all engines died of
 _PRUNE_EVERY_S = 3600.0
 SILENT_S = 300.0  # without a word of its client, a session's models leave the memory
@@ -104,9 +103,8 @@ class ServiceCore:
         self._engines: Engines | None = None  # before `start`
         self._trainer = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._lines: dict[str, _Line] = {}
-        self._commands, self._samples = Turns(), Turns()
-        self._sampling: Counter[str] = Counter()  # by request: samples that the engines have
-        self._slots = 0  # samples that they can make at once
+        self._commands: Turns[Command] = Turns()
+        self.seats = Seats(lambda sample: self._begin(self._do_samples(sample), sample.request_id))
         self._jobs: deque[Callable[[], None]] = deque()
         self._answers: dict[str, asyncio.Event] = {}
         self._waiting: Counter[str] = Counter()
@@ -135,9 +133,9 @@ class ServiceCore:
             await self.close()
             raise
         holds = stats.most_adapters > 0
-        parts = self.models, engines, self._in_trainer, self._generated
+        parts = self.models, engines, self._in_trainer, self.seats
         self.samplers = Samplers(*parts, holds_adapters=holds)
-        self._slots = (stats.slots or UNKNOWN_SLOTS) * launch.num_producers
+        self.seats.slots = (stats.slots or UNKNOWN_SLOTS) * launch.num_producers
         watchdog = Watchdog(
             engines.events.waits, self.config.watchdog, engines, note=engines.events.note
         )
@@ -315,8 +313,7 @@ class ServiceCore:
         self._waiting_bytes[command.owner] += len(command.body)
         self._answers.setdefault(command.request_id, asyncio.Event())
         if command.kind == SAMPLE:
-            self._samples.add(command)
-            asyncio.get_running_loop().call_soon(self._begin_samples)
+            self.seats.add(command)
             return
         if command.kind == CREATE:
             self._commands.add(command)
@@ -336,21 +333,9 @@ class ServiceCore:
             self._commands.add(next_one)
             line.next_seq += 1
 
-    def _begin_samples(self) -> None:
-        """Let the engines have samples, as many as keep them busy: the others wait here, where owners take turns."""
-        while self._sampling.total() * self.samplers.fill < _AHEAD * self._slots:
-            if (command := self._samples.next()) is None:
-                return
-            self._sampling[command.request_id] = count_samples(command.fields)
-            self._begin(self._do_samples(command), command.request_id)
-
     async def _do_samples(self, command: Command) -> None:
         await self._do(command)
-        self._generated(command.request_id)  # if it failed before
-
-    def _generated(self, request_id: str) -> None:
-        if self._sampling.pop(request_id, 0):
-            self._begin_samples()
+        self.seats.give(command.request_id)
 
     async def _work(self) -> None:
         """Do commands of models, one at a time; woken by each new one."""
@@ -535,8 +520,7 @@ class ServiceCore:
                     f"sampling_session_id: got {command.line!r}, whose checkpoint was deleted, "
                     "allowed: one that has its checkpoint"
                 )
-        name, fields = command.request_id, command.fields
-        return await self.samplers.sample(name, fields, folder, sampler["digest"] or "", settings)
+        return await self.samplers.sample(command, folder, sampler["digest"] or "", settings)
 
 
 def _check_layout(config: Config) -> None:

@@ -10,6 +10,7 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,11 @@ from penstock.engine.protocol import Generation, GenerationRequest, SamplingPara
 from penstock.errors import EngineError, UserError
 from penstock.service.batches import NO_LOGPROB, check_ids, dense, make_rows, readable
 from penstock.service.models import Models
+from penstock.service.turns import MOST_SAMPLES, PART, Seats, count_samples
 from penstock.store import wire
-from penstock.workers.workers import Engines
+from penstock.store.command_log import Command
+from penstock.workers.workers import Engines, all_or_first_error
 
-MOST_SAMPLES = 1024  # of one request
 _NEWEST_SHARE, _LEAST_FILL = 0.2, 0.125  # of a running average
 MOST_LIKELY = 1024  # tokens of one place that a request may ask for
 _Admitted = deque[asyncio.Future[None]]
@@ -32,7 +34,7 @@ _Waiting = tuple[str, Any, _Admitted]  # for a checkpoint: its digest and settin
 class Samplers:
     """Whose turn it is. `in_trainer` runs a function in the trainer's thread.
 
-    `generated` is told when the engines have done a request, whose log-probs may still wait for the trainer.
+    A request gives its seats back when the engines have done it: its log-probs may still wait for the trainer.
     """
 
     def __init__(
@@ -40,19 +42,18 @@ class Samplers:
         models: Models,
         engines: Engines,
         in_trainer: Callable[..., Awaitable[Any]],
-        generated: Callable[[str], None],
+        seats: Seats,
         *,
         holds_adapters: bool,
     ) -> None:
         """holds_adapters: False if the model runs by its own code."""
         self._models, self._engines, self._in_trainer = models, engines, in_trainer
-        self._generated = generated
+        self._seats = seats
         self._holds_adapters = holds_adapters
         self._current, self._running, self._switching = "", 0, False  # "": the base
         self._version = 0
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.fill = 0.5  # the share of the samples of a request that run, on average until its end
 
     # ---- turns
 
@@ -122,10 +123,9 @@ class Samplers:
     async def abort(self, request_id: str) -> None:
         await self._engines.pool.abort(request_id)
 
-    async def sample(
-        self, name: str, fields: Mapping[str, Any], folder: str, digest: str, settings: Any
-    ) -> bytes:
+    async def sample(self, command: Command, folder: str, digest: str, settings: Any) -> bytes:
         """The answer to an asample."""
+        name, fields = command.request_id, command.fields
         with readable("asample"):
             prompt = prompt_ids(fields)
             check_ids(prompt, "prompt", vocabulary=self._models.vocabulary)
@@ -138,18 +138,35 @@ class Samplers:
             generations = [_no_tokens(request) for request in requests]
         else:
             turn = ("", "", None) if adapter else (folder, digest, settings)  # adapters: the base's
-            async with self._turn(*turn):
-                generations = await self._engines.pool.generate_many(requests)
+            parts = [requests[first : first + PART] for first in range(0, len(requests), PART)]
+            made = [self._part(command, turn, part, is_first=not n) for n, part in enumerate(parts)]
+            generations = list(chain.from_iterable(await all_or_first_error(*made)))
         if failed := [g for g in generations if g.finish_reason in ("error", "abort")]:
             raise EngineError(f"sampling failed: {failed[0].error or 'the engine was stopped'}")
         lengths = [len(generation.token_ids) for generation in generations]
         share = sum(lengths) / (len(lengths) * max(1, *lengths))
-        self.fill += _NEWEST_SHARE * (max(share, _LEAST_FILL) - self.fill)
-        self._generated(name)
+        self._seats.fill += _NEWEST_SHARE * (max(share, _LEAST_FILL) - self._seats.fill)
+        self._seats.give(name)
         answer: dict[str, Any] = {"sequences": [_sequence(g) for g in generations]}
         if ask.asks_anything:
             await self._in_trainer(self._add_scores, answer, ask, generations, folder, settings)
         return wire.encode("SampleResponse", answer)
+
+    async def _part(
+        self,
+        command: Command,
+        turn: tuple[str, str, Any],
+        requests: list[GenerationRequest],
+        *,
+        is_first: bool,
+    ) -> list[Generation]:
+        """What the engines make of some samples of a request; the first ones have their seats already."""
+        if not is_first:  # not within a turn, which those who have the seats may wait for
+            await self._seats.take(command, len(requests))
+        async with self._turn(*turn):
+            generations = await self._engines.pool.generate_many(requests)
+        self._seats.give(command.request_id, len(requests))
+        return generations
 
     def _requests(
         self, name: str, fields: Mapping[str, Any], prompt: np.ndarray, adapter: str
@@ -236,12 +253,6 @@ class _Scores:
         crow, col = (np.frombuffer(octets, "<i8") for octets in self.sparse.values())
         values = scores[np.repeat(np.arange(len(scores)), np.diff(crow)), col]
         return {"sparse_csr": {**self.sparse, "values": values.tobytes()}, **about}
-
-
-def count_samples(fields: Mapping[str, Any]) -> int:
-    """How many samples a request asks for; 0 if that is no number that is served."""
-    count = fields.get("num_samples", 1)
-    return count if isinstance(count, int) and 1 <= count <= MOST_SAMPLES else 0
 
 
 def prompt_ids(fields: Mapping[str, Any]) -> np.ndarray:
