@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).parent.parent / "src" / "penstock"
+from stages import source_code
+from stages.source_code import SOURCE, nodes
 
 FLOORS = (  # a unit (a folder or file of src/penstock) imports only units of lower floors
     ("types", "errors"),
@@ -44,7 +45,7 @@ class Found:
 @cache
 def read(path: Path) -> Found:
     found = Found()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found.imports.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -68,7 +69,7 @@ def own_imports(path: Path) -> set[str]:
     return {name for name in found if name in LAYERS}
 
 
-FILES = sorted(p for p in SOURCE.rglob("*.py") if p.name != "__init__.py" or p.parent != SOURCE)
+FILES = [path for path in source_code.FILES if path != SOURCE / "__init__.py"]
 
 
 def test_imports_only_go_down() -> None:

@@ -8,20 +8,19 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
-from pathlib import Path
 
-SOURCE = Path(__file__).parent.parent / "src" / "penstock"
-FILES = sorted(SOURCE.rglob("*.py"))
+from stages.source_code import FILES, SOURCE, nodes
+
 NAMED = re.compile(r"`(?:await )?((?:\w+\.)*\w+)(\([^`]*\))?`")
 IDENTIFIER = re.compile(r"[A-Z][a-z]\w*|[a-z]\w*_\w+")
 ENDINGS = {"py", "md", "toml", "json", "jsonl", "db", "html", "txt", "log", "sh"}
 PLACEHOLDERS = {"NAME"}
 
 
-def definitions(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def definitions(tree: Iterable[ast.AST]) -> Iterator[str]:
+    for node in tree:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.arg):
@@ -38,7 +37,7 @@ def definitions(tree: ast.AST) -> Iterator[str]:
 
 @cache
 def known() -> frozenset[str]:
-    names = {name for path in FILES for name in definitions(ast.parse(path.read_text()))}
+    names = {name for path in FILES for name in definitions(nodes(path))}
     modules = {
         part.removesuffix(".py") for path in FILES for part in path.relative_to(SOURCE).parts
     }
@@ -57,7 +56,7 @@ def named(docstring: str) -> Iterator[str]:
 def test_every_named_thing_exists() -> None:
     missing = []
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 for name in named(ast.get_docstring(node) or ""):
                     if any(part not in known() for part in name.split(".")):
@@ -68,13 +67,14 @@ def test_every_named_thing_exists() -> None:
 def test_what_a_benchmark_imports_from_another_is_there() -> None:
     """Also inside functions, which no --help runs."""
     folder = SOURCE.parents[1] / "benchmarks"
-    trees = {path.stem: ast.parse(path.read_text()) for path in folder.glob("*.py")}
+    trees = {path.stem: nodes(path) for path in folder.glob("*.py")}
+    defined = {script: set(definitions(tree)) for script, tree in trees.items()}
     missing = [
         f"{script}.py: from {node.module} import {alias.name}"
         for script, tree in trees.items()
-        for node in ast.walk(tree)
+        for node in tree
         if isinstance(node, ast.ImportFrom) and node.module in trees
         for alias in node.names
-        if alias.name not in set(definitions(trees[node.module]))
+        if alias.name not in defined[node.module]
     ]
     assert not missing, "\n".join(missing)

@@ -7,11 +7,11 @@ says so here.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).parent.parent / "src" / "penstock"
+from stages.source_code import FILES, SOURCE, nodes
+
 STARTS = ("create_task", "ensure_future", "Thread", "ThreadPoolExecutor")
 
 OWNED = {
@@ -80,17 +80,21 @@ OWNED = {
 def started(path: Path) -> list[tuple[str, bool]]:
     """Return each function of a file that starts a task or thread, and whether it drops the result."""
 
-    def walk(node: ast.AST, name: str) -> Iterator[tuple[str, bool]]:
+    found = []
+
+    def walk(node: ast.AST, name: str) -> None:
         for child in ast.iter_child_nodes(node):
             inner = name
             if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 inner = f"{name}.{child.name}".lstrip(".")
             if isinstance(child, ast.Call) and called(child) in STARTS:
                 dropped = isinstance(node, ast.Expr) and called(child) != "Thread"
-                yield f"{path.relative_to(SOURCE).as_posix()} {name}", dropped
-            yield from walk(child, inner)
+                found.append((f"{path.relative_to(SOURCE).as_posix()} {name}", dropped))
+            walk(child, inner)
 
-    return list(walk(ast.parse(path.read_text()), ""))
+    if any(isinstance(node, ast.Call) and called(node) in STARTS for node in nodes(path)):
+        walk(nodes(path)[0], "")
+    return found
 
 
 def called(call: ast.Call) -> str:
@@ -99,11 +103,11 @@ def called(call: ast.Call) -> str:
 
 
 def test_every_task_and_thread_has_an_owner() -> None:
-    found = {place for path in SOURCE.rglob("*.py") for place, _ in started(path)}
+    found = {place for path in FILES for place, _ in started(path)}
     assert found - OWNED.keys() == set(), "say in OWNED who reads how it ended"
     assert OWNED.keys() - found == set(), "remove what starts nothing any more"
 
 
 def test_no_task_is_dropped_where_it_is_started() -> None:
-    dropped = [place for path in SOURCE.rglob("*.py") for place, drops in started(path) if drops]
+    dropped = [place for path in FILES for place, drops in started(path) if drops]
     assert dropped == []

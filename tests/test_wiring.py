@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "penstock"
+from stages.source_code import FILES, SOURCE, nodes
+
 ROOMS = ("run", "workers", "rollout", "inspection")
 FOREIGN = {  # attributes of things that are not ours
     "args",  # of an exception
@@ -24,10 +25,6 @@ FOREIGN = {  # attributes of things that are not ours
     "writeable",  # of the flags of an array
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-
-
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
 
 
 def is_record(node: ast.ClassDef) -> bool:
@@ -41,8 +38,8 @@ def record_fields() -> frozenset[str]:
     """Return the names of all fields of records that hold data."""
     return frozenset(
         field.target.id
-        for path in SOURCE.rglob("*.py")
-        for node in ast.walk(parse(path))
+        for path in FILES
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef) and is_record(node)
         for field in node.body
         if isinstance(field, ast.AnnAssign)
@@ -72,18 +69,19 @@ def targets(node: ast.AST) -> Iterator[ast.expr]:
             yield target.value if isinstance(target, ast.Starred) else target
 
 
-def set_from_outside(tree: ast.Module, fields: frozenset[str]) -> list[str]:
+def set_from_outside(tree: list[ast.AST], fields: frozenset[str]) -> list[str]:
     """Return every assignment to an attribute that is no field of a record, of anything but self or cls."""
-    classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    classes = {node.name for node in tree if isinstance(node, ast.ClassDef)}
+    known = fields | FOREIGN
     return [
         ast.unparse(target)
-        for node in ast.walk(tree)
+        for node in tree
         for target in targets(node)
         if isinstance(target, ast.Attribute)
         and not (
             isinstance(target.value, ast.Name) and target.value.id in {"self", "cls", *classes}
         )
-        and target.attr not in fields | FOREIGN
+        and target.attr not in known
     ]
 
 
@@ -119,25 +117,29 @@ def closes_too_early(function: ast.AST) -> Iterator[str]:
                 yield f"line {name.lineno}: {name.id}"
 
 
-def early_closures(tree: ast.Module) -> list[str]:
-    functions = (node for node in ast.walk(tree) if isinstance(node, Function))
+def early_closures(tree: list[ast.AST]) -> list[str]:
+    functions = (node for node in tree if isinstance(node, Function))
     return [found for function in functions for found in closes_too_early(function)]
 
 
+def nodes_of(code: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(code)))
+
+
 def files() -> list[Path]:
-    return sorted(path for room in ROOMS for path in (SOURCE / room).rglob("*.py"))
+    return [path for path in FILES if path.relative_to(SOURCE).parts[0] in ROOMS]
 
 
 def test_no_attribute_of_a_part_is_set_from_outside() -> None:
     found = {}
     for path in files():
         name = path.relative_to(SOURCE).as_posix()
-        found[name] = set_from_outside(parse(path), record_fields())
+        found[name] = set_from_outside(nodes(path), record_fields())
     assert {name: here for name, here in found.items() if here} == {}
 
 
 def test_no_function_refers_to_a_thing_that_is_not_built_yet() -> None:
-    found = {path.relative_to(SOURCE): early_closures(parse(path)) for path in files()}
+    found = {path.relative_to(SOURCE): early_closures(nodes(path)) for path in files()}
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
@@ -153,12 +155,12 @@ def test_no_function_refers_to_a_thing_that_is_not_built_yet() -> None:
     ],
 )
 def test_an_attribute_that_is_set_from_outside_is_found(code: str) -> None:
-    assert set_from_outside(ast.parse(code), frozenset({"score"})) != []
+    assert set_from_outside(nodes_of(code), frozenset({"score"})) != []
 
 
 def test_records_and_oneself_may_be_assigned() -> None:
     code = "rollout.score = 1\nself.note = note\nerror.args = ()\nbatch[0].score = 2"
-    assert set_from_outside(ast.parse(code), frozenset({"score"})) == []
+    assert set_from_outside(nodes_of(code), frozenset({"score"})) == []
 
 
 def test_a_field_that_holds_a_function_is_no_data() -> None:
@@ -175,9 +177,9 @@ def test_a_field_that_holds_a_function_is_no_data() -> None:
     ],
 )
 def test_a_function_that_refers_to_a_later_thing_is_found(body: str) -> None:
-    assert early_closures(ast.parse(f"def build():\n    {body}")) != []
+    assert early_closures(nodes_of(f"def build():\n    {body}")) != []
 
 
 def test_a_function_that_refers_to_an_earlier_thing_is_fine() -> None:
     body = "part = Trainer()\n    def renew(): return part.renewed()\n    pool = Pool(renew)"
-    assert early_closures(ast.parse(f"def build():\n    {body}")) == []
+    assert early_closures(nodes_of(f"def build():\n    {body}")) == []

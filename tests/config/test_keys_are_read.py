@@ -12,8 +12,8 @@ import pytest
 from pydantic import BaseModel
 
 from penstock.config import Config, EvalTaskConfig, RewardConfig, TaskConfig, TaskDataConfig
+from stages.source_code import FILES, SOURCE, nodes
 
-SOURCE = Path(__file__).parents[2] / "src" / "penstock"
 READ_BY_NAME = {  # sections whose fields are copied by name into another record, which is then read
     "produce": "rollout/strategy.py copies the fields into the strategy's own config",
     "algorithm": "training/algo/method.py lays the fields over the method's AlgorithmSettings",
@@ -44,14 +44,13 @@ class SourceFile:
     """What one file of the package reads and names."""
 
     def __init__(self, path: Path) -> None:
-        nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
         self.reads = {
             node.attr
-            for node in nodes
+            for node in nodes(path)
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
         }
-        self.names = self.reads | {node.id for node in nodes if isinstance(node, ast.Name)}
-        self.names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        self.names = self.reads | {node.id for node in nodes(path) if isinstance(node, ast.Name)}
+        self.names |= {node.arg for node in nodes(path) if isinstance(node, ast.arg)}
 
 
 @functools.cache
@@ -59,7 +58,7 @@ def source_files() -> list[SourceFile]:
     """Return the files of the package but those of config and preflight."""
     return [
         SourceFile(path)
-        for path in SOURCE.rglob("*.py")
+        for path in FILES
         if "config" not in path.relative_to(SOURCE).parts and path != SOURCE / "preflight.py"
     ]
 

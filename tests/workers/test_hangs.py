@@ -31,6 +31,7 @@ from penstock.workers.supervise.trainer import RestartingTrainer
 from stages.fake_engine import FakeEngine
 from stages.rewards import CountingReward
 from stages.rollouts import make_prompt
+from stages.source_code import FILES, nodes
 from stages.watching import (
     STALL_S,
     Called,
@@ -42,7 +43,6 @@ from stages.watching import (
     one_rollout,
 )
 
-SOURCE = Path(__file__).parents[2] / "src" / "penstock"
 HANDLE = WeightHandle(version=2, digest="digest-2", kind="none")
 NOTHING = EngineStats(
     policy_version=0, digest="", running=0, waiting=0, tokens_generated=0, busy_s=0.0
@@ -235,8 +235,8 @@ def test_every_call_of_a_part_is_named(method: str) -> None:
 def test_no_wait_is_opened_under_a_name_of_its_own() -> None:
     """The second argument of every `waits.wait` is a kind, or a name that the type checker holds to one."""
     used: set[str] = set()
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in FILES:
+        for node in nodes(path):
             if isinstance(node, ast.Call) and _opens_a_wait(node.func):
                 kind = node.args[1]
                 if isinstance(kind, ast.Name):
