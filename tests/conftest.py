@@ -58,6 +58,16 @@ LONGEST_FIRST = (  # so that neither test process is left with one of these whil
     "promises/exactness/test_exactness.py",
     "promises/exactness/test_updates_against_trl.py",
     "promises/docs/test_notebooks.py",
+    "service/test_server.py",
+    "promises/durability/test_imitation.py",
+    "promises/durability/test_taught_runs.py",
+    "service/test_client.py",
+    "engine/test_cuda_ops.py",
+    "engine/test_cuda_runner.py",
+    "model/test_train_ops.py",
+    "rollout/test_taught.py",
+    "training/test_offload.py",
+    "training/test_sweep.py",
     "engine/test_openai_engine.py",
     "promises/durability/test_disk_faults.py",
     "promises/durability/test_identity.py",
@@ -67,33 +77,36 @@ LONGEST_FIRST = (  # so that neither test process is left with one of these whil
     "promises/durability/test_several_ranks.py",
     "workers/test_layouts.py",
     "engine/test_transformers_engine.py",
-    "engine/test_cuda_ops.py",
     "promises/test_end_to_end.py",
     "reward/sandbox/test_verify.py",
     "reward/sandbox/test_server.py",
     "store/test_trust.py",
     "reward/sandbox/test_isolation.py",
-    "reward/test_math_pool.py",
     "weights/test_shared_memory.py",
-    "test_layers.py",
     "inspection/test_dashboard_browser.py",
-    "run/twin/test_fit.py",
     "promises/simulation/test_simulation.py",
     "rollout/agent/test_processes.py",
     "reward/sandbox/test_judge.py",
-    "test_named_things.py",
     "promises/durability/test_evaluation.py",
-    "reward/test_reward_properties.py",
     "promises/durability/test_replay_run.py",
     "promises/durability/test_changed_settings.py",
     "model/test_decode_kernels.py",
-    "reward/test_reward_model.py",
     "promises/docs/test_examples.py",
     "workers/pool/test_pool.py",
     "test_cli.py",
     "data/test_dataset.py",
     "inspection/test_report_browser.py",
     "workers/test_faults.py",
+    "workers/test_process_worker.py",
+    "training/test_packing.py",
+    "rollout/agent/test_mcp.py",
+    "training/test_adapters.py",
+    "training/test_router_replay.py",
+    "inspection/findings/test_live.py",
+    "test_api.py",
+    "training/test_distillation.py",
+    "rollout/agent/test_endpoint.py",
+    "workers/supervise/test_supervise.py",
 )
 
 
@@ -146,8 +159,20 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         _freeze()
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest replaces anything for the tests
+def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
+    """Fork the process that starts servers for the tests, if what they import was imported here."""
+    if "torch" in sys.modules and not _asks_for("gpu", session.config):
+        from stages import nursery
+
+        folder = Path(os.environ["PENSTOCK_TEST_HOME"])
+        nursery.OF_TESTS = nursery.Nursery(folder / f"nursery-{os.getpid()}")
+    return (yield)
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    gc.unfreeze()  # else extension modules tell of leaks at the end of the process
+    # else extension modules tell of leaks at the end of the process; pytest collects garbage before
+    atexit.register(gc.unfreeze)
 
 
 def _has_room(folder: Path) -> bool:
@@ -165,7 +190,11 @@ def _freeze() -> None:
 
 
 def _asks_for(mark: str, config: pytest.Config) -> bool:
-    return mark in config.option.markexpr and f"not {mark}" not in config.option.markexpr
+    return mark in config.option.markexpr and not _leaves_out(mark, config)
+
+
+def _leaves_out(mark: str, config: pytest.Config) -> bool:
+    return f"not {mark}" in config.option.markexpr
 
 
 def _has_gpu() -> bool:
@@ -186,9 +215,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         _asks_for(mark, config) and f"mark.{mark}" not in text for mark in ("gpu", "ray", "slow")
     ):
         return True
-    if "not ray" in config.option.markexpr and _ALL_RAY.search(text):
+    if _leaves_out("ray", config) and _ALL_RAY.search(text):
         return True
     return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list | None:
+    """Make no items of a function that is left out whole: a long sweep has hundreds, a millisecond each."""
+    marks = {mark.name for mark in getattr(obj, "pytestmark", ())}
+    left_out = any(_leaves_out(mark, collector.config) for mark in marks & {"ray", "slow"})
+    return [] if left_out else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

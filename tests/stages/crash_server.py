@@ -42,8 +42,9 @@ from penstock.workers.processes import process_worker
 from penstock.workers.supervise.supervised import Supervised
 from penstock.workers.supervise.trainer import RestartingTrainer, TrainerClient
 from stages import quick_transformers
+from stages.nursery import Nursery, renew_thread_pool
 from stages.tiny_run import TINY
-from stages.warm_workers import Nursery, install, renew_thread_pool
+from stages.warm_workers import install
 
 POINTS: dict[str, list[tuple[Any, str]]] = {
     "journal record": [

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from penstock.store import wire
+from stages import nursery
 from stages.warm_services import WarmServices
 
 
@@ -33,7 +33,7 @@ class ServerProcess:
     ) -> None:
         self.folder, self._words, self._keys, self.port = folder, words, keys, 0
         self._model, self._warm = model, warm
-        self.process: subprocess.Popen[str] | None = None
+        self.process: nursery.ForkedProcess | subprocess.Popen[str] | None = None
         self._pid = 0  # 0: it does not run
 
     def start(self) -> None:
@@ -42,12 +42,11 @@ class ServerProcess:
         if self._warm is not None:
             self._pid, output = self._warm.start(self.folder, arguments), self._warm.output
         else:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "penstock.cli", *arguments],
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=self.folder,  # a model may be a folder in it
-                env={**os.environ, "PENSTOCK_SERVICE_KEYS": self._keys},
+            self.process = nursery.open_program(
+                "penstock.cli:main",
+                arguments,
+                directory=self.folder,  # a model may be a folder in it
+                environment={**os.environ, "PENSTOCK_SERVICE_KEYS": self._keys},
             )
             assert self.process.stdout is not None
             self._pid, output = self.process.pid, self.process.stdout

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import select
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from penstock.inspection.audit import audit_run
 from penstock.store.checkpoint import CheckpointStore
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
+from stages import nursery
 from stages.rewards import ODD_REWARD
 
 STEPS, GROUPS = 4, 2
@@ -59,18 +59,8 @@ class CrashServer:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                "import gc; gc.disable(); from stages import crash_server as c; c.serve()",
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-            cwd=folder,
-            env=environment,
+        self._process = nursery.open_program(
+            "stages.crash_server:serve", directory=folder, environment=environment
         )
         assert self._process.stdout is not None
         self.nursery = Path(self._process.stdout.readline().strip())

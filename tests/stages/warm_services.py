@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -21,20 +20,19 @@ import penstock
 from penstock import AdamParams, Datum, SamplingParams
 from penstock.cli import main
 from penstock.service.models import Models
-from stages import quick_transformers
-from stages.warm_workers import renew_thread_pool
+from stages import nursery, quick_transformers
+from stages.nursery import renew_thread_pool
 
 
 class WarmServices:
     """Starts servers; one runs at a time."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-c", "from stages.warm_services import serve; serve()"]
         paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        )  # fmt: skip
+        self._process = nursery.open_program(
+            "stages.warm_services:serve",
+            environment={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._requests, self.output = self._process.stdin, self._process.stdout
