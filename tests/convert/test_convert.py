@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.stages.tiny_policy import save_policy
 from typer.testing import CliRunner
 
 from penstock import cli
@@ -16,6 +15,7 @@ from penstock.config.source import load_config
 from penstock.convert import write
 from penstock.convert.tables import DEFAULTS, WORDS
 from penstock.errors import UserError
+from stages.tiny_policy import save_policy
 
 TRL = """
 accelerate launch --num_processes 2 train.py --model_name_or_path POLICY --dataset_name DATA \\

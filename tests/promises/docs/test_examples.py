@@ -9,10 +9,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tests.stages.tiny_policy import save_policy
 from typer.testing import CliRunner
 
 from penstock import cli
+from stages.tiny_policy import save_policy
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted(  # a folder with requirements has an environment of its own: make test-agents

@@ -18,14 +18,14 @@ from penstock.errors import UserError
 from penstock.rollout.agent.build import check_agent
 from penstock.rollout.agent.tools import make
 from penstock.store.journal.calls import ToolResult
-from stages import mcp_server, sdk_server
+from stages import mcp_server
 from stages.agent_parts import play, tool_call
 
 FILE = str(Path(mcp_server.__file__))
 SERVER = {"command": [sys.executable, FILE]}
 
 
-SDK_SERVER = [sys.executable, sdk_server.__file__]
+SDK_SERVER = [sys.executable, str(Path(FILE).with_name("sdk_server.py"))]
 
 
 @pytest.fixture
