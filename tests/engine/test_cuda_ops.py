@@ -45,7 +45,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
 LONGEST = 80  # beyond every original length of the cases
 ROWS = 14  # longer than every window
-QUICK = {"gemma 3", "qwen 3 moe"}
+QUICK = {("gemma 3", True), ("qwen 3 moe", False)}
 SERVED = [*CASES, "image"]
 
 
@@ -79,9 +79,13 @@ def quick_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize(
-    "case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in SERVED]
+    ("case", "few"),
+    [
+        pytest.param(case, few, marks=[] if (case, few) in QUICK else [pytest.mark.slow])
+        for case in SERVED
+        for few in (True, False)
+    ],
 )
 def test_prompts_and_decode_steps_have_the_logits_of_plain_torch(
     case: str, few: bool, monkeypatch: pytest.MonkeyPatch

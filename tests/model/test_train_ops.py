@@ -38,7 +38,7 @@ from penstock.training.stats import UpdateLoss  # noqa: E402
 from stages.plain_flash import use_plain_flash  # noqa: E402
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-QUICK = {"qwen 3", "gemma 3", "gpt oss"}
+QUICK = {"qwen 3", "gpt oss"}
 CONTEXT = 5
 NEAR = 1e-5 if DEVICE == "cpu" else 3e-5
 

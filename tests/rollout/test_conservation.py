@@ -389,7 +389,7 @@ def _settings(examples: int) -> settings:
 
 
 class TestProducing(ProducingMachine.TestCase):
-    settings = _settings(25)
+    settings = _settings(10)
 
 
 @pytest.mark.slow

@@ -186,7 +186,7 @@ def test_a_client_that_has_gone_leaves_the_memory_when_its_commands_are_done(
         monkeypatch.setattr("penstock.service.core.SILENT_S", 0.05)
     with penstock.Service("demo", folder=tmp_path) as service:
         trainer = service.create_lora_training_client(rank=2)
-        for _ in range(20):
+        for _ in range(8):
             trainer.forward_backward([DATUM] * 16, "cross_entropy")
             last = trainer.optim_step(STEP)
         if end != "silence":

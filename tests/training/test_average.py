@@ -73,8 +73,16 @@ def test_a_reference_that_has_not_moved_yet_is_the_starting_policy() -> None:
         assert reports[0].metrics["kl/mean"] == reports[1].metrics["kl/mean"]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "rank"),
+    [
+        (torch.float32, 0),
+        (torch.bfloat16, 2),
+        pytest.param(torch.float32, 2, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 0, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_averages_in_a_checkpoint_continue_bitwise(
     rank: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:

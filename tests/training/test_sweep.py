@@ -20,7 +20,7 @@ from stages.sweep import Draw, Engines, Updates
 from stages.training_data import relative_gap
 
 TEST = "tests/training/test_sweep.py::test_settings_together_keep_the_laws"
-DRAWS, QUICK = 500, 16
+DRAWS, QUICK = 500, 4
 EXACT = 1e-10  # relative, in float64
 ROUNDED = 1e-7  # of a router, which rounds to float32
 SMALL_PACK = 64  # tokens; a third of the batch

@@ -20,7 +20,7 @@ from penstock.training.algo import ALGORITHMS
 from penstock.training.algo.method import check_algorithm
 from stages.tiny_run import KILLED, SEED, SUMS, CrashServer, assert_went_on, death, digests
 
-DRAWS, QUICK = 24, 2
+DRAWS, QUICK = 24, 1
 IN_ORDER = "produce.strategy=sync"  # else the order in which groups land decides what a step trains
 # what a resume may not change
 FIXED = ("model.", "sampling.num_generations", "tasks.other", "tasks.shown", "train.ptx")
