@@ -8,6 +8,6 @@ cd "$(dirname "$0")/${1:?name a folder of examples/ that has a requirements.txt}
 wanted="$(sha256sum requirements.txt)"
 if [ "$(cat .venv/.ready 2>/dev/null)" != "$wanted" ]; then
     "${PYTHON:-python3}" -m venv --clear .venv
-    .venv/bin/pip install --quiet --requirement requirements.txt
+    .venv/bin/pip install --quiet --no-compile --requirement requirements.txt
     echo "$wanted" >.venv/.ready
 fi

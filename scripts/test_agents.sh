@@ -28,7 +28,7 @@ tinker="${TINKER_VENV:-.venv-tinker}"
 if [ ! -f "$tinker/.ready-0.5.8" ]; then
     "$PYTHON" -m venv --clear "$tinker"
     torch="torch==$("$PYTHON" -c 'from importlib.metadata import version; print(version("torch"))')"
-    "$tinker/bin/pip" install --quiet tinker==0.36.0 tinker-cookbook==0.5.8 "$torch" math-verify pylatexenc sympy \
+    "$tinker/bin/pip" install --quiet --no-compile tinker==0.36.0 tinker-cookbook==0.5.8 "$torch" math-verify pylatexenc sympy \
         && touch "$tinker/.ready-0.5.8" || echo "the Tinker SDK and its cookbook are not offered for this Python"
 fi
 [ ! -f "$tinker/.ready-0.5.8" ] || export PENSTOCK_TEST_TINKER="$PWD/$tinker/bin/python"

