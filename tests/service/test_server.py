@@ -105,7 +105,8 @@ def trained(
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     keys = ",".join(f"tml-{name}" for name in "01ab")
-    with serving(tmp_path_factory.mktemp("undisturbed"), keys=keys) as server:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with serving(folder, keys=keys, forked=True) as server:
         yield server
 
 

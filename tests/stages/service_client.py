@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from stages.warm_services import WarmServices
 
 
 class ServerProcess:
-    """A server that can be killed and started again on the same folder and port; `warm` forks it."""
+    """A server that can be killed and started again on the same folder and port; `warm` or this test's process forks it."""
 
     def __init__(
         self,
@@ -30,9 +31,10 @@ class ServerProcess:
         keys: str = "",
         model: str = "demo",
         warm: WarmServices | None = None,
+        forked: bool = False,
     ) -> None:
         self.folder, self._words, self._keys, self.port = folder, words, keys, 0
-        self._model, self._warm = model, warm
+        self._model, self._warm, self._forked = model, warm, forked
         self.process: nursery.ForkedProcess | subprocess.Popen[str] | None = None
         self._pid = 0  # 0: it does not run
 
@@ -42,11 +44,19 @@ class ServerProcess:
         if self._warm is not None:
             self._pid, output = self._warm.start(self.folder, arguments), self._warm.output
         else:
-            self.process = nursery.open_program(
-                "penstock.cli:main",
-                arguments,
-                directory=self.folder,  # a model may be a folder in it
-                environment={**os.environ, "PENSTOCK_SERVICE_KEYS": self._keys},
+            environment = {**os.environ, "PENSTOCK_SERVICE_KEYS": self._keys}
+            self.process = (
+                nursery.open_program(
+                    "penstock.cli:main", arguments, directory=self.folder, environment=environment
+                )
+                if self._forked
+                else subprocess.Popen(
+                    [sys.executable, "-m", "penstock.cli", *arguments],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    cwd=self.folder,  # a model may be a folder in it
+                    env=environment,
+                )
             )
             assert self.process.stdout is not None
             self._pid, output = self.process.pid, self.process.stdout
@@ -77,9 +87,10 @@ def serving(
     keys: str = "",
     model: str = "demo",
     warm: WarmServices | None = None,
+    forked: bool = False,
 ) -> Iterator[ServerProcess]:
     folder.mkdir(parents=True, exist_ok=True)
-    server = ServerProcess(folder, *words, keys=keys, model=model, warm=warm)
+    server = ServerProcess(folder, *words, keys=keys, model=model, warm=warm, forked=forked)
     server.start()
     try:
         yield server
