@@ -46,7 +46,9 @@ def own_and_published_logprobs(consumer):
     ("model_type", "adapted", "without"),
     [
         ("deepseek_v3", {"kv_b_proj", "gate_proj", "down_proj"}, "mlp.experts.gate_up_proj"),
-        ("glm4_moe", {"q_proj", "up_proj"}, "mlp.experts.gate_up_proj"),
+        pytest.param(
+            "glm4_moe", {"q_proj", "up_proj"}, "mlp.experts.gate_up_proj", marks=pytest.mark.slow
+        ),
         pytest.param("qwen3_moe", {"q_proj"}, "mlp.experts.gate_up_proj", marks=pytest.mark.slow),
         pytest.param("mixtral", {"o_proj"}, "mlp.experts.gate_up_proj", marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"v_proj"}, "mlp.experts.gate_up_proj", marks=pytest.mark.slow),

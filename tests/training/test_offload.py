@@ -49,7 +49,11 @@ ADAPTED = SETTINGS | {"model": {"dtype": "bfloat16", "lora": {"rank": 2}}}
 AVERAGED = SETTINGS | {"train": {"lr": 1e-3, "ema_decay": 0.5}}
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, ADAPTED, AVERAGED])
+@pytest.mark.parametrize(
+    "settings",
+    [SETTINGS, ADAPTED, pytest.param(AVERAGED, marks=pytest.mark.slow)],
+    ids=["plain", "adapters", "averages"],
+)
 def test_an_offload_between_steps_changes_no_step(settings: Any, saved_model) -> None:
     plain, offloaded = (
         from_disk(saved_model, **settings),
@@ -67,7 +71,11 @@ def test_an_offload_between_steps_changes_no_step(settings: Any, saved_model) ->
         assert dict(offloaded.weights()).keys() == dict(plain.weights()).keys()
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, ADAPTED, AVERAGED])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(SETTINGS, marks=pytest.mark.slow), ADAPTED, AVERAGED],
+    ids=["plain", "adapters", "averages"],
+)
 def test_a_checkpoint_taken_while_offloaded_is_the_same_and_moves_nothing(
     settings: Any,
     saved_model,

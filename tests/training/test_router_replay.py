@@ -161,7 +161,9 @@ def test_weights_by_hand() -> None:
         assert route(row, logits, lambda own: own)[1].tolist() == [[0, 1]]
 
 
-@pytest.mark.parametrize("options", [{}, {"max_tokens_in_flight": 44}])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"max_tokens_in_flight": 44}]
+)
 def test_a_response_in_parts_has_the_choices_of_a_whole_one(options: dict[str, int]) -> None:
     """Continued from its tokens, sent back to the queue for want of memory, and as the context of a turn."""
     model = make_decoder("qwen 3 moe")

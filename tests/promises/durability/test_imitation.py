@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -22,27 +24,38 @@ KINDS = {
     ),
     "values": ("algorithm.name=ppo", "sampling.num_generations=1", "train.num_epochs=2"),
 }
+KILLED_QUICKLY = ("distils", "values")
 IN_ORDER = "produce.strategy=sync"  # else the order in which groups land decides what a step trains
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def undisturbed(
-    server: CrashServer, request: pytest.FixtureRequest
-) -> tuple[str, list[str], dict[str, int]]:
-    """The kind of run, its digests, and how often it passes each boundary."""
-    kind = request.param
-    run, code = server.train(kind, IN_ORDER, *KINDS[kind])
-    assert code == 0, server.output()
-    return kind, digests(run), server.counts()
+Undisturbed = Callable[[str], tuple[list[str], dict[str, int]]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: CrashServer) -> Undisturbed:
+    """The digests of a run of a kind, which is trained once, and how often it passes each boundary."""
+
+    @functools.cache
+    def trained(kind: str) -> tuple[list[str], dict[str, int]]:
+        run, code = server.train(kind, IN_ORDER, *KINDS[kind])
+        assert code == 0, server.output()
+        return digests(run), server.counts()
+
+    return trained
 
 
 @pytest.mark.parametrize(
-    "number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8))]
+    ("kind", "number"),
+    [
+        pytest.param(kind, n, marks=[] if kind in KILLED_QUICKLY and n == 0 else [pytest.mark.slow])
+        for kind in KINDS
+        for n in range(8)
+    ],
 )
 def test_a_killed_run_ends_in_the_same_bits(
-    server: CrashServer, undisturbed: tuple[str, list[str], dict[str, int]], number: int
+    server: CrashServer, undisturbed: Undisturbed, kind: str, number: int
 ) -> None:
-    kind, expected, counts = undisturbed
+    expected, counts = undisturbed(kind)
     choice = random.Random(1000 * SEED + number)
     place = death(choice, counts)
     run, code = server.train(f"{kind}-{number}", IN_ORDER, *KINDS[kind], **place)
@@ -52,10 +65,9 @@ def test_a_killed_run_ends_in_the_same_bits(
         assert_went_on(server, run, expected)
 
 
-def test_replay_recomputes_it(
-    server: CrashServer, undisturbed: tuple[str, list[str], dict[str, int]]
-) -> None:
-    kind, expected, _ = undisturbed
+@pytest.mark.parametrize("kind", KINDS)
+def test_replay_recomputes_it(server: CrashServer, undisturbed: Undisturbed, kind: str) -> None:
+    expected, _ = undisturbed(kind)
     assert server.run("replay", str(server.folder / kind)) == 0, server.output()
     assert server.output().count("  equal") == len(expected)
 

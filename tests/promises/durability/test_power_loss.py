@@ -2,7 +2,7 @@
 
 A real run is recorded, write by write (`stages/write_recorder.c`), and every point of the record is a
 possible failure: the unsynced writes before it are dropped, torn or reordered (`stages/power_loss.py`).
-60 points in `make test`, 1,000 in `make test-long`; PENSTOCK_POWER_LOSSES=10000 for more,
+25 points in `make test`, 1,000 in `make test-long`; PENSTOCK_POWER_LOSSES=10000 for more,
 PENSTOCK_CRASH_SEED for others.
 """
 
@@ -119,7 +119,7 @@ def memory() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(LOSSES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [25, pytest.param(LOSSES, marks=pytest.mark.slow)])
 def test_power_fails_and_what_was_promised_is_there(
     recorded: Recorded, memory: Path, count: int
 ) -> None:

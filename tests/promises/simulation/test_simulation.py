@@ -25,7 +25,7 @@ def simulate(*options: str, hash_seed: str = "0") -> subprocess.CompletedProcess
 
 def test_every_promise_holds_in_the_first_schedules() -> None:
     """`make test-simulation` runs many more."""
-    done = simulate("--schedules", "40")
+    done = simulate("--schedules", "20")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

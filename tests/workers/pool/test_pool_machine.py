@@ -230,7 +230,7 @@ async def _result(task: asyncio.Task[str]) -> str:
 
 
 class TestPool(PoolMachine.TestCase):
-    settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.slow

@@ -268,7 +268,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class TestScheduler(SchedulerMachine.TestCase):
-    settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.slow
