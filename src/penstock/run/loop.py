@@ -36,6 +36,7 @@ class Loop:
         self._evaluating: asyncio.Task[None] | None = None
         self._tokens_before = 0
         self._metrics: dict[str, float] = {}  # of the newest step
+        self._unlogged: tuple[Batch, StepReport] | None = None  # a step that only the journal has
 
     async def run(self) -> None:
         """Train to the end. Waits for: groups, the trainer, the journal. Woken by: each of them."""
@@ -61,6 +62,7 @@ class Loop:
             job.status.doing("done")
         finally:
             await self._end_update()
+            self._log_step()  # a stop came between its commit and its log
 
     async def _one_step(self, step: int) -> None:
         job, started = self._job, loop_time()
@@ -83,7 +85,7 @@ class Loop:
             job.confirm_weights(step, report.digest)
         elif publishes:
             await self._publish(job.engine)
-        self._metrics = job.log_step(batch, report)
+        self._log_step()
         if self._evaluation_due():
             await self._start_evaluation()
         scored = bool(job.config.checkpoint.keep_best) and self._evaluation_due()
@@ -108,8 +110,13 @@ class Loop:
         self._tokens_before = tokens
         report = replace(report, metrics={**report.metrics, **times})
         await self._job.journal.commit_step(report)  # nothing is awaited between the two
-        self.step = batch.step
+        self.step, self._unlogged = batch.step, (batch, report)
         return report
+
+    def _log_step(self) -> None:
+        if self._unlogged is not None:
+            step, self._unlogged = self._unlogged, None
+            self._metrics = self._job.log_step(*step)
 
     async def _end_update(self) -> None:
         """After a stop, wait until the update under way is given up or committed."""
