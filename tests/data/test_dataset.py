@@ -112,7 +112,12 @@ def test_test_cases_stand_in_for_an_answer(tmp_path: Path) -> None:
             {"messages": [USER, {"role": "assistant", "content": "2"}], "gt_answer": "2"},
             "got an assistant message last",
         ),
-        ({"messages": USER}, "got neither an answer nor test_cases"),
+        (
+            {"messages": USER, "completion": "2"},
+            "got neither an answer nor test_cases; the record has: messages, completion; allowed: one of "
+            "gt_answer, answer, solution, ground_truth, test_cases, or columns = { gt_answer = FIELD }",
+        ),
+        ({"question": 5, "answer": "2"}, "question: got a number, allowed: a string, one message"),
         ({"messages": USER, "gt_answer": ["2"]}, "gt_answer: got a list, allowed: a string or"),
         ({"messages": USER, "gt_answer": True}, "gt_answer: got a boolean"),
         ({"messages": USER, "gt_answer": " "}, "gt_answer: got an empty answer"),

@@ -210,6 +210,29 @@ def test_a_glob_and_a_folder_read_all_files_in_order(tmp_path: Path) -> None:
         read(str(tmp_path))
 
 
+def test_columns_without_a_name_are_left_out(tmp_path: Path) -> None:
+    """The index of a data frame, and the empty columns of a spreadsheet."""
+    path = tmp_path / "frame.csv"
+    path.write_text(",prompt,answer,,\n0,1+1,2,,\n1,1+2,3,,\n")
+    assert [(example.gt_answer, example.extra) for example in read(str(path))] == [
+        ("2", {"answer": "2"}),
+        ("3", {"answer": "3"}),
+    ]
+
+
+@pytest.mark.parametrize("names", [("math_train", "math_test"), ("my-train-set", "eval")])
+def test_a_split_is_any_word_of_a_files_name(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name, rows in zip(names, (ROWS, ROWS[:1]), strict=True):
+        as_jsonl(tmp_path / f"{name}.jsonl", rows)
+    assert len(read(str(tmp_path))) == len(ROWS)
+
+
+def test_a_word_that_holds_the_name_of_a_split_is_none(tmp_path: Path) -> None:
+    for name in ("contest", "latest", "trainer", "train"):
+        as_jsonl(tmp_path / f"{name}.jsonl", ROWS[:1])
+    assert len(read(str(tmp_path))) == 4
+
+
 def test_a_folder_with_splits_is_never_mixed(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     as_jsonl(tmp_path / "data" / "train-00000-of-00001.jsonl")

@@ -368,7 +368,7 @@ def _value_at(record: dict[str, Any], name: str, path: str) -> Any:
 
 
 def _names(fields: Iterable[str]) -> str:
-    return ", ".join(fields) or "it has none"
+    return ", ".join(fields) or "nothing else"
 
 
 def ground_truth(gt_answer: str | None, extra: Mapping[str, Any]) -> Any:
@@ -408,8 +408,8 @@ def _parse_record(
     test_cases = _parse_test_cases(record.get("test_cases"))
     if needs_answer and answer is None and test_cases is None:
         raise BadRecord(
-            f"got neither an answer nor test_cases, allowed: one of {', '.join(ANSWER_FIELDS)}, "
-            "or test_cases"
+            f"got neither an answer nor test_cases; the record has: {_names(record)}; allowed: one of "
+            f"{', '.join(ANSWER_FIELDS)}, test_cases, or columns = {{ gt_answer = FIELD }}"
         )
     used = (prompt_field, "gt_answer", "test_cases")
     return Example(
@@ -452,7 +452,10 @@ def _parse_messages(name: str, value: object) -> tuple[dict[str, Any], ...]:
         value = {"role": "user", "content": value}
     messages = [value] if isinstance(value, dict) else value
     if not isinstance(messages, list) or not messages:
-        raise BadRecord(f"{name}: got {_kind(value)}, allowed: one message or a list of messages")
+        text = "" if name == "messages" else "a string, "
+        raise BadRecord(
+            f"{name}: got {_kind(value)}, allowed: {text}one message or a list of messages"
+        )
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRecord(

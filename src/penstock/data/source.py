@@ -35,7 +35,7 @@ ALLOWED = (
 )
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_OPTIONS = ("config", "split", "revision")
-_SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval|heldout)(?![a-z])")
+_SPLIT = re.compile(r"(?<![a-z])(train|test|validation|valid|val|dev|eval|heldout)(?![a-z])")
 _ROWS_AT_ONCE = 256
 _INSTALL = "install it with: pip install 'penstock[datasets]'"
 
@@ -168,8 +168,8 @@ def _saved_list(file: Path, key: str) -> list[Any]:
 
 
 def _split_of(path: Path) -> str:
-    """The split that a file's name or its folder's name begins with, such as train-00000."""
-    matches = (_SPLIT.match(part) for part in reversed(path.parts))
+    """The split that a word of the file's name or its folder's names, such as train-00000."""
+    matches = (_SPLIT.search(part) for part in reversed(path.parts))
     return next((match[1] for match in matches if match), "")
 
 
@@ -363,7 +363,7 @@ def _read_json(path: Path, parts: ContentHash) -> Iterator[Row]:
 
 
 def _read_csv(path: Path, parts: ContentHash) -> Iterator[Row]:
-    """Read rows under a header; an empty cell counts as absent."""
+    """Read rows under a header; an empty cell counts as absent, as does a column without a name."""
     csv.field_size_limit(2**31 - 1)  # a cell may be longer than Python's default of 128 KiB
     with io.TextIOWrapper(_open(path, parts), "utf-8-sig", newline="") as text:
         first = text.readline()
@@ -371,15 +371,16 @@ def _read_csv(path: Path, parts: ContentHash) -> Iterator[Row]:
         delimiter = next((mark for mark in marks if mark in first), marks[0])
         rows = csv.reader(itertools.chain([first], text), delimiter=delimiter)
         header = next(rows, [])
-        if len(set(header)) != len(header) or not all(header):
+        names = list(filter(None, header))
+        if len(set(names)) != len(names):
             raise UserError(
-                f"data {path} line 1: got the columns {', '.join(header)}, "
+                f"data {path} line 1: got the columns {', '.join(names)}, "
                 "allowed: a header with a different name for each column"
             )
         line = rows.line_num + 1
         for cells in rows:
             if len(cells) == len(header):
-                yield line, {k: cell or None for k, cell in zip(header, cells, strict=True)}
+                yield line, {k: cell or None for k, cell in zip(header, cells, strict=True) if k}
             elif cells:
                 yield (
                     line,

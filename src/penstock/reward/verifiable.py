@@ -71,7 +71,7 @@ def make_part(
     else:
         raise UserError(
             f"reward: got {config.type!r}, which is a {type(target).__name__}, "
-            "allowed: a function or a class with score()"
+            "allowed: a function, or a class or an object with `async def score(rollout, prompt)`"
         )
     if config.weight < 0 and reward.lowest_when_truncated:
         raise UserError(f"reward {name}: weight got {config.weight}, allowed: 0 or more")
