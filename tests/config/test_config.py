@@ -538,3 +538,14 @@ def test_a_run_stands_for_the_model_of_its_newest_checkpoint(tmp_path: Path, key
     for part in key.split("."):
         value = value[part]
     assert value == str(tmp_path / "checkpoints/step-10/model")
+
+
+def test_a_checkpoint_stands_for_its_model(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoints/step-2"
+    (checkpoint / "model").mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    path = load_config(None, [f"model.path={checkpoint}"]).config.model.path
+    assert path == str(checkpoint / "model")
+    (checkpoint / "ema").mkdir()
+    path = load_config(None, [f"model.path={checkpoint}"]).config.model.path
+    assert path == str(checkpoint / "ema")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,10 +16,13 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock import cli
+from penstock.config.demo import policy_path
+from penstock.config.source import load_config
 from penstock.errors import StopRequested
 from penstock.run import job
 from penstock.run.run_data import RunData
-from penstock.run.session import tuned_interpreter
+from penstock.run.session import model_config, tuned_interpreter
+from penstock.store import run_folder
 from penstock.workers.processes import local
 from stages.tiny_run import TINY
 
@@ -78,3 +82,22 @@ def test_a_stop_during_the_start_does_not_wait_for_the_data(
     assert isinstance(done.exception, StopRequested)
     assert "stopped during the start" in str(done.exception)
     assert False not in read  # the run did not wait that long
+
+
+def test_a_checkpoint_of_a_run_has_the_settings_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`penstock eval runs/NAME/checkpoints/step-1` said that there were no evaluation tasks."""
+    words = [*TINY, f"run.dir={tmp_path}", "run.name=settled", "sampling.max_tokens=7"]
+    run = run_folder.create(load_config(None, words).config)
+    for step in (1, 2):
+        checkpoint = run.checkpoints / f"step-{step}"
+        shutil.copytree(policy_path(), checkpoint / "model")
+        (checkpoint / "manifest.json").write_text("{}")
+    monkeypatch.chdir(run.checkpoints)
+    for name in ("step-1", str(run.checkpoints / "step-1")):
+        config = model_config(name, ["eval.max_problems=3"])
+        assert Path(config.model.path) == run.checkpoints / "step-1" / "model"
+        assert config.sampling.max_tokens == 7
+        assert config.eval.tasks == run.config().eval.tasks
+        assert config.eval.max_problems == 3

@@ -210,12 +210,15 @@ def map_paths(value: Any, change: Callable[[str, str, bool], str], key: str = ""
 
 
 def models_of_runs(tree: dict[str, Any]) -> dict[str, Any]:
-    """The tree with the model of its newest checkpoint for each run folder that stands for a model."""
+    """The tree with a model for each checkpoint, and each run (its newest one), that stands for a model."""
 
     def newest(key: str, name: str, is_code: bool) -> str:
         if is_code or key.rpartition(".")[2] not in MODELS:
             return name
-        models = list(Path(name).expanduser().glob("checkpoints/step-*/model"))
+        folder = Path(name).expanduser()
+        if (folder / "manifest.json").is_file():
+            return str(model_folder(folder))
+        models = list(folder.glob("checkpoints/step-*/model"))
         steps = {int(model.parent.name.removeprefix("step-")): model.parent for model in models}
         return str(model_folder(steps[max(steps)])) if steps else name
 

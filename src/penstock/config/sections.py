@@ -78,7 +78,7 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: str = "demo"
-    """Folder or hub name of a transformers causal LM, a run (its newest checkpoint), or `demo`: the policy that ships."""
+    """Folder or hub name of a transformers causal LM, a run (its newest checkpoint), a checkpoint, or `demo`, which ships."""
     tokenizer: str = ""
     """Folder or hub name of the tokenizer; empty: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -403,7 +403,7 @@ class AlgorithmConfig(Section):
 
 class TeacherConfig(Section):
     path: str = ""
-    """Model folder, run folder (its newest checkpoint) or hub name of a frozen model with the policy's tokenizer; or
+    """Model folder, run (its newest checkpoint), checkpoint or hub name of a frozen model with the policy's tokenizer; or
     `policy`: the policy itself, which reads the prompts that tasks.NAME.teacher_template writes."""
     base_url: str = ""
     """In the place of path: address of an OpenAI-compatible server whose completions can echo log-probs of prompts."""

@@ -227,7 +227,7 @@ def check_model(path: str, key: str) -> None:
     if folder.exists():
         if not (folder / "config.json").is_file() and key != "model.tokenizer":
             raise UserError(
-                f"{key}: got {path!r}, allowed: a model folder (one with config.json) or a run with a checkpoint"
+                f"{key}: got {path!r}, allowed: a model folder (one with config.json), a checkpoint, or a run that has one"
             )
     elif not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
         raise UserError(

@@ -409,8 +409,10 @@ def model_config(path: str | None, overrides: Sequence[str], *, trusted: bool = 
 def _model_config(path: str | None, overrides: Sequence[str], trusted: bool) -> Config:
     if path is None or Path(path).is_file():
         return trust.load_trusted(path, overrides, trust=trusted)
-    if (Path(path) / MANIFEST).is_file():
-        path = str(model_folder(Path(path)))  # a checkpoint
+    checkpoint = Path(path).absolute() if (Path(path) / MANIFEST).is_file() else None
+    if checkpoint is not None:  # with the settings of its run, unless it lies elsewhere
+        of_run = (checkpoint.parents[1] / run_folder.CONFIG).is_file()
+        path = str(checkpoint.parents[1] if of_run else model_folder(checkpoint))
     # a path that is not there and looks like the hub name of a model, owner/name
     there = Path(path.partition("/")[0]).exists() or (Path("runs") / path).exists()
     is_hub_name = path.count("/") == 1 and path[0] not in "./~" and not there
@@ -423,7 +425,7 @@ def _model_config(path: str | None, overrides: Sequence[str], trusted: bool) -> 
             f"model: got {path!r}, allowed: a config file, a run (its folder, or its name in runs/), a "
             "model folder (one with config.json), a hub name owner/name, or demo"
         ) from None
-    used = model_folder(choose_checkpoint(folder).path)
+    used = model_folder(checkpoint or choose_checkpoint(folder).path)
     if folder.config().train.ema_decay:
         _tell(f"the running average of the weights is used: {used}")
     model = [f"model.path={used}", "run.name="]  # what serves it is not the run
