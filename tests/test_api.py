@@ -286,6 +286,10 @@ def test_score_takes_rows_and_a_function() -> None:
     scored = penstock.score(rows, lambda response, gt_answer: gt_answer in response)
     assert [row["reward"] for row in scored] == [1.0, 0.0]
     assert penstock.score(rows, "boxed", options={"wrong": -1})[0]["reward"] == -1.0
+    with pytest.raises(UserError, match=r"^data from Python, row 1: neither `gt_answer` nor"):
+        penstock.score([{"response": "5"}], "boxed")
+    with pytest.raises(UserError, match=r"^score: got no line in rows from Python, allowed"):
+        penstock.score([])
     chats = [{**row, "prompt": [{"role": "user", "content": "2+2"}]} for row in rows]
     scored = penstock.score(chats, lambda completions: [len(c[0]["content"]) for c in completions])
     assert [row["reward"] for row in scored] == [7.0, 4.0]

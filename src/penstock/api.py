@@ -430,7 +430,8 @@ def score(
 ) -> list[dict[str, Any]]:
     """Run a reward over recorded responses; return a dict for each, with reward, parts and note.
 
-    responses: rows with `response` and `gt_answer` or `test_cases`; a JSONL file; or a run.
+    responses: rows with `response`, and `gt_answer` or `test_cases` if the reward needs them; a JSONL
+    file; or a run.
     """
     from penstock.files import ScratchFolder, console, read_rows
     from penstock.rollout.evaluation.score import score_file

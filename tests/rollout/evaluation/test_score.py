@@ -122,6 +122,7 @@ def users_module() -> Iterator[None]:
     module = types.ModuleType("users_scores")
     source = "def rank(rollouts, prompt):\n    return [len(rollouts)] * len(rollouts)\n"
     source += "def sometimes(response):\n    return 1 / len(response)\n"
+    source += "def right(response, gt_answer):\n    return gt_answer in response\n"
     exec(source, module.__dict__)
     sys.modules["users_scores"] = module
     yield
@@ -143,3 +144,12 @@ def test_a_reward_that_fails_is_an_error_and_never_a_zero(tmp_path: Path) -> Non
     assert "ZeroDivisionError" in lines[1]["error"]
     assert "failed: 1" in shown
     assert summary.exit_code == 1
+
+
+@pytest.mark.usefixtures("users_module")
+def test_an_answer_is_needed_only_by_a_reward_that_compares(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", {"response": "x"}, {"response": "xx"})
+    assert [row["reward"] for row in run(data, "users_scores:sometimes")[0]] == [1.0, 0.5]
+    for reward in ("boxed", "users_scores:right"):
+        with pytest.raises(UserError, match=r"data .*data\.jsonl line 1: neither `gt_answer`"):
+            run(data, reward)

@@ -24,8 +24,9 @@ from rich.console import Console
 
 from penstock import files
 from penstock.config import RewardConfig
+from penstock.data.dataset import REWARDS_THAT_NEED_AN_ANSWER
 from penstock.errors import RewardError, UserError
-from penstock.reward import VerifiableReward, build_reward
+from penstock.reward import VerifiableReward, build_reward, fields_read
 from penstock.types import Prompt, Rollout, Score, VersionSegment
 
 CONCURRENCY = 64
@@ -98,22 +99,23 @@ def score_file(
     path = data / "rollouts.jsonl" if data.is_dir() else data
     if not path.is_file():
         raise UserError(f"score: got {str(data)!r}, allowed: a JSONL file or a run folder")
+    named = [RewardConfig(type=reward, options=options or {})]
+    compares = reward in REWARDS_THAT_NEED_AN_ANSWER or "gt_answer" in fields_read(named)
     records, wrong = list[Record](), list[str]()
     with path.open(encoding="utf-8", errors="surrogateescape") as file:
         for number, line in enumerate(file, start=1):
             try:
                 if line.strip():
-                    records.append(_read_record(number, line))
+                    records.append(_read_record(number, line, compares))
             except ValueError as error:
                 wrong.append(f"line {number}: {error}")
     if wrong:
         shown = "; ".join(wrong[:SHOWN_MALFORMED])
         numbers = ", ".join(entry.partition(":")[0].removeprefix("line ") for entry in wrong)
         more = f" (all malformed lines: {numbers})" if len(wrong) > SHOWN_MALFORMED else ""
-        raise UserError(f"{path}: {shown}{more}")
+        raise UserError(f"data {path} {shown}{more}")
     if not records:
-        raise UserError(f"{path}: got no line, allowed: one JSON object a line")
-    named = [RewardConfig(type=reward, options=options or {})]
+        raise UserError(f"score: got no line in {str(path)!r}, allowed: one JSON object a line")
     fields = records[0].prompt.extra
     prompt = fields.get("messages", fields.get("prompt"))
     # a run writes messages for any data
@@ -129,8 +131,8 @@ def score_file(
     return summary
 
 
-def _read_record(number: int, line: str) -> Record:
-    """Parse one line; raise ValueError with the reason if it is malformed."""
+def _read_record(number: int, line: str, compares: bool) -> Record:
+    """Parse one line; raise ValueError with the reason if it is malformed, or lacks what a reward compares with."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -145,7 +147,7 @@ def _read_record(number: int, line: str) -> Record:
         raise ValueError(f"`gt_answer` is a {type(gold).__name__}, allowed: text or a number")
     if tests is not None and not isinstance(tests, dict):
         raise ValueError(f"`test_cases` is a {type(tests).__name__}, allowed: an object")
-    if gold is None and tests is None:
+    if compares and gold is None and tests is None:
         raise ValueError("neither `gt_answer` nor `test_cases`")
     length = fields.get("response_length", 0)
     length = length if isinstance(length, int) and 0 < length < 1 << 24 else 0
