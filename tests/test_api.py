@@ -429,6 +429,8 @@ def test_a_run_of_demonstrations_counts_its_steps() -> None:
     shown = [{"prompt": "1+1=", "completion": "2"}]
     run = penstock.sft("demo", shown, steps=2, groups_per_step=1, settings=SMALL)
     assert "2 steps" in repr(run)
+    again = penstock.train(run, ROWS, steps=1, settings=SMALL, **TINY)
+    assert again.config.model.path == str(run.model_path.absolute())
 
 
 def test_an_on_step_that_fails_is_said_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,7 +181,7 @@ class Run:
 
 @_entrance
 def train(
-    model: str | Path | None = None,
+    model: Run | str | Path | None = None,
     data: Data | None = None,
     reward: Reward | None = None,
     *,
@@ -209,7 +209,7 @@ def train(
 ) -> Run:
     """Train a policy to the end and return the run; Ctrl-C saves a checkpoint and raises StopRequested.
 
-    model: folder or hub name of a transformers causal LM, or "demo".
+    model: folder or hub name of a transformers causal LM, a run (its newest checkpoint), or "demo".
     data: the prompts (docs/data.md). reward: what a response is worth (docs/rewards.md); default: the
     answer in <answer> tags. eval_data: problems that are evaluated at the start and the end.
     agent: an async function of (task, model) that makes a rollout (docs/agents.md), or its name.
@@ -220,7 +220,7 @@ def train(
     trust: allow what a config of another user's run would execute or connect to.
     """
     named: dict[str, Any] = {
-        "model.path": None if model is None else str(model),
+        "model.path": None if model is None else _source(model),
         "train.steps": steps,
         "train.episodes": episodes,
         "train.lr": lr,
@@ -244,7 +244,7 @@ def train(
 
 @_entrance
 def sft(
-    model: str | Path | None = None,
+    model: Run | str | Path | None = None,
     data: Data | None = None,
     *,
     steps: int | None = None,
@@ -269,7 +269,7 @@ def sft(
     """
     named: dict[str, Any] = {
         "algorithm.name": "sft",
-        "model.path": None if model is None else str(model),
+        "model.path": None if model is None else _source(model),
         "train.steps": steps,
         "train.episodes": episodes,
         "train.lr": lr,

@@ -99,6 +99,7 @@ def test_a_failed_request_is_a_wrong_answer_and_is_counted(tmp_path: Path) -> No
     result = run(ScriptedEngine(failing=True), task(6, 1), tmp_path)
     # problems 2 and 5 fail; of 0, 1, 3, 4 the even ones are right
     assert (result.failures, result.accuracy) == (2, pytest.approx(2 / 6))
+    assert result.format == pytest.approx(4 / 6)
     lines = [json.loads(t) for t in (tmp_path / "even-step-3.jsonl").read_text().splitlines()]
     assert [line["reward"] for line in lines] == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
     assert lines[2]["error"] == "engine: engine died"
@@ -127,6 +128,7 @@ def test_where_nothing_is_judged_there_is_no_accuracy(tmp_path: Path) -> None:
     for failing in (False, True):
         result = run(ScriptedEngine(failing=failing), unjudged, tmp_path)
         assert (result.accuracy, result.low, result.high, result.pass_at) == (None, None, None, {})
+        assert result.format is None
         failed = {"eval/even/failed"} if failing else set()
         assert result.metrics().keys() == {"eval/even/reward", *failed}
     append_summary(tmp_path, result)

@@ -68,7 +68,7 @@ class EvalResult:
     high: float | None
     pass_at: dict[int, float] = field(default_factory=dict)  # k -> unbiased pass@k
     reward: float | None = None  # None: every sample failed
-    format: float = 0.0
+    format: float | None = None  # share of the samples in the right form; None: not judged
     response_length: float = 0.0
     failures: int = 0  # samples without a verdict; each counts as wrong
     error: str = ""  # of the first failure
@@ -128,7 +128,9 @@ async def evaluate(
     k = task.num_generations
     failed = [rollout.status is Status.FAILED for rollout in rollouts]
     answered = [score for score, fails in zip(scores, failed, strict=True) if not fails]
-    accuracy, low, high, pass_at = None, None, None, {}
+    accuracy, low, high, pass_at, in_form = None, None, None, {}, None
+    if any(score.format_ok is not None for score in answered):
+        in_form = float(np.mean([score.format_ok is not False for score in scores]))
     if any(score.answer_ok is not None for score in answered):
         right_GK = np.array([bool(score.answer_ok) for score in scores]).reshape(-1, k)
         accuracy, (low, high) = float(right_GK.mean()), interval(right_GK.mean(axis=1), k)
@@ -147,7 +149,7 @@ async def evaluate(
         high=high,
         pass_at=pass_at,
         reward=float(np.mean([score.value for score in scores])) if answered else None,
-        format=float(np.mean([score.format_ok is not False for score in scores])),
+        format=in_form,
         response_length=float(np.mean([rollout.num_sampled for rollout in rollouts])),
         failures=sum(failed),
         error=next((r.error for r, fails in zip(rollouts, failed, strict=True) if fails), ""),
