@@ -425,6 +425,15 @@ def test_a_run_tells_its_findings_its_audit_and_its_table(tmp_path: Path) -> Non
     assert "made" in run._repr_html_()
 
 
+def test_demonstrations_come_from_a_config_whose_reward_reads_the_answer() -> None:
+    """`penstock sft my-run/train.toml` of a config that `penstock init` wrote missed the field gt_answer."""
+    source = "def right(response, gt_answer):\n    return gt_answer in response\n"
+    Path("mine.py").write_text(source)
+    task = {"tasks.train.rewards": [{"type": "mine.py:right"}]}
+    run = penstock.sft("demo", ROWS, steps=1, groups_per_step=1, settings={**SMALL, **task})
+    assert "1 step" in repr(run)
+
+
 def test_a_run_of_demonstrations_counts_its_steps() -> None:
     shown = [{"prompt": "1+1=", "completion": "2"}]
     run = penstock.sft("demo", shown, steps=2, groups_per_step=1, settings=SMALL)

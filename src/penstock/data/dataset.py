@@ -322,7 +322,7 @@ def read_examples(
             if demonstrates and isinstance(fields, dict):
                 fields = demonstration.as_prompt(fields, task.columns)
             example = _parse_record(line, fields, task.columns, needs_answer)
-            _check_readers(example, readers or {})
+            _check_readers(example, {} if demonstrates else readers or {})
             if template and not any(message["role"] == "user" for message in example.messages):
                 raise BadRecord(
                     "got no user message, allowed: one, which teacher_template rewrites"
