@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from penstock import cli
 from penstock.config import Config
+from penstock.data.chat import ChatTemplate
 from penstock.errors import UserError
 from penstock.run.generate import describe, generate_samples, talk
 
@@ -27,6 +29,28 @@ def test_the_same_seed_gives_the_same_samples() -> None:
     config = Config.model_validate({"sampling": {"max_tokens": 8}})
     first, second = (generate_samples(config, ["7+8="], raw=True) for _ in range(2))
     assert first == second
+
+
+def test_a_prompt_is_asked_as_the_config_trains_it() -> None:
+    """`penstock generate RUN` left out the system prompt that the run had trained with."""
+    system = "12+34 "
+    tasks = {"sums": {"data": "addition", "system_prompt": system}}
+    sampling = {"max_tokens": 8}
+    trained = Config.model_validate({"sampling": sampling, "tasks": tasks})
+    chat = ChatTemplate.from_config(trained.model)
+    whole = chat.decode(chat.encode([{"role": "user", "content": "7+8"}], system).tolist())
+    plain = Config.model_validate({"sampling": sampling})
+    (expected,) = generate_samples(plain, [whole], raw=True)
+    (sample,) = generate_samples(trained, ["7+8"])
+    assert (sample.tokens, sample.logprobs) == (expected.tokens, expected.logprobs)
+    (bare,) = generate_samples(plain, ["7+8"])
+    assert bare.logprobs != sample.logprobs
+
+
+def test_a_prompt_that_is_no_text_is_refused() -> None:
+    messages: list[Any] = [[{"role": "user", "content": "7+8"}]]
+    with pytest.raises(UserError, match=r"prompts: got \[\{'role': .*allowed: strings"):
+        generate_samples(Config(), messages)
 
 
 def test_an_unknown_engine_is_refused() -> None:

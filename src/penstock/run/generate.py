@@ -47,7 +47,12 @@ class Sample:
 def generate_samples(
     config: Config, prompts: list[str], *, num_generations: int = 1, raw: bool = False
 ) -> list[Sample]:
-    """Sample each prompt `num_generations` times with [sampling]; `raw` skips the chat template."""
+    """Sample each prompt `num_generations` times with [sampling]; `raw` skips the chat template.
+
+    The system prompt, and the template's variables, are those of the config's first task, as in a chat.
+    """
+    if others := [prompt for prompt in prompts if not isinstance(prompt, str)]:
+        raise UserError(f"prompts: got {others[0]!r}, allowed: strings")
     return asyncio.run(_generate(config, prompts, num_generations, raw))
 
 
@@ -56,11 +61,13 @@ async def _generate(
 ) -> list[Sample]:
     chat = ChatTemplate.from_config(config.model)
     how, requests = SamplingParams.from_config(config.sampling), list[GenerationRequest]()
+    task = next(iter(config.tasks.values()), TaskDataConfig())
     for i, prompt in enumerate(prompts):
         if raw:
             ids = np.asarray(chat.tokenizer(prompt)["input_ids"], np.int32)
         else:
-            ids = chat.encode([{"role": "user", "content": prompt}])
+            asked = [{"role": "user", "content": prompt}]
+            ids = chat.encode(asked, task.system_prompt, task.chat_template_kwargs)
         for k in range(num_generations):
             seed = config.seed + i * num_generations + k
             requests.append(

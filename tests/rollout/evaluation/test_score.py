@@ -92,8 +92,10 @@ def test_malformed_lines_are_told_with_their_numbers(tmp_path: Path) -> None:
 
 
 def test_an_absent_or_empty_file_is_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="a JSONL file or a run folder"):
+    with pytest.raises(UserError, match="a JSONL file, or a folder with"):
         score_file(tmp_path / "absent.jsonl", "boxed")
+    with pytest.raises(UserError, match=r"which a run writes every track\.rollouts_every_steps"):
+        score_file(tmp_path, "boxed")
     with pytest.raises(UserError, match="got no line"):
         run(write(tmp_path / "empty.jsonl"))
 

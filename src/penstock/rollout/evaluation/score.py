@@ -98,7 +98,10 @@ def score_file(
     console = console or files.console(stderr=True)
     path = data / "rollouts.jsonl" if data.is_dir() else data
     if not path.is_file():
-        raise UserError(f"score: got {str(data)!r}, allowed: a JSONL file or a run folder")
+        raise UserError(
+            f"score: got {str(data)!r}, allowed: a JSONL file, or a folder with rollouts.jsonl, which a run "
+            "writes every track.rollouts_every_steps"
+        )
     named = [RewardConfig(type=reward, options=options or {})]
     compares = reward in REWARDS_THAT_NEED_AN_ANSWER or "gt_answer" in fields_read(named)
     records, wrong = list[Record](), list[str]()
