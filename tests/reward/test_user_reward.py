@@ -74,6 +74,9 @@ def text(response):
 def nan(response):
     return float("nan")
 
+def huge(response):
+    return -1e300
+
 def thread(response):
     return threading.get_ident()
 
@@ -248,6 +251,7 @@ def test_a_group_function_must_give_one_value_each() -> None:
         ("raises", r"rollout task:0\.0: reward raises: KeyError: 'no such thing'"),
         ("text", r"rollout task:0\.0: reward text: got 'good', allowed: a number"),
         ("nan", r"rollout task:0\.0: reward nan: got the value nan, allowed: a finite number"),
+        ("huge", r"reward huge: got the value -1e\+300, allowed: a finite number, at most 1e\+18"),
         (
             "text_as_part",
             r"reward text_as_part: got \{.*'much'.*, allowed: a number, a bool, a Score",

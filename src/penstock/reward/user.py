@@ -34,6 +34,7 @@ from penstock.types import Prompt, Rollout, Score
 T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 60.0
 NUM_THREADS = 8
+_LARGEST = 1e18  # of a value: its square is far inside every number format
 
 
 class UserObject(Reward):
@@ -159,6 +160,14 @@ def _verl_score(value: Any) -> Score:
     parts = {k: float(v) for k, v in value.items() if k != "score" and isinstance(v, Real)}
     verdict = bool(value["acc"]) if "acc" in value else None
     return Score(value=score, parts=parts, answer_ok=verdict)
+
+
+def check_size(what: str, value: float) -> None:
+    """Raise RewardError for a value with which a group's deviation cannot be computed."""
+    if not abs(value) <= _LARGEST:
+        raise RewardError(
+            f"got the {what} {value}, allowed: a finite number, at most {_LARGEST:g} in size"
+        )
 
 
 def as_score(value: Any) -> Score:

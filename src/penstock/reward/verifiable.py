@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from penstock.config import RewardConfig
 from penstock.config.plugins import place_of
 from penstock.errors import RewardError, UserError
 from penstock.reward.protocol import AskPolicy, Reward, check_option_names, read_options
-from penstock.reward.user import UserFunction, UserObject, as_score
+from penstock.reward.user import UserFunction, UserObject, as_score, check_size
 from penstock.types import Prompt, Rollout, Score
 from penstock.waits import OpenWait, WaitKind, Waits, all_results
 
@@ -277,6 +276,5 @@ def _named(error: Exception, part: str, rollout_id: str) -> RewardError:
 
 def _checked(score: Score) -> Score:
     score = as_score(score)
-    if not math.isfinite(score.value):
-        raise RewardError(f"got the value {score.value}, allowed: a finite number")
+    check_size("value", score.value)
     return score

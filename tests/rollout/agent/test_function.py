@@ -70,6 +70,7 @@ def test_a_reward_after_a_turn_is_not_credited_to_later_calls() -> None:
         ({"reward": 1.0}, "got {'reward': 1.0}, allowed: a number, a bool, a Score or a dict of "),
         ({"value": "high"}, "got {'value': 'high'}, allowed: a number, a bool, a Score or a dict"),
         (math.nan, "got the reward nan, allowed: a finite number"),
+        (1e300, "got the reward 1e+300, allowed: a finite number, at most 1e+18 in size"),
     ],
 )
 def test_what_is_no_reward_fails_the_rollout_and_is_never_a_zero(result, reason) -> None:

@@ -16,7 +16,6 @@ import asyncio
 import functools
 import inspect
 import json
-import math
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from penstock.errors import RewardError, RunError, UserError
 from penstock.reward.call_threads import CallThreads
 from penstock.reward.line_process import LineProcess, ProcessPool
 from penstock.reward.protocol import Reward
-from penstock.reward.user import as_score
+from penstock.reward.user import as_score, check_size
 from penstock.rollout.agent.bridge import Bridge
 from penstock.rollout.agent.session import (
     TOOL_THREADS,
@@ -264,8 +263,7 @@ class FunctionAgent(AgentLoop):
         else:
             score = as_score(result)
         total = score.value + earned
-        if not math.isfinite(total):
-            raise RewardError(f"got the reward {total}, allowed: a finite number")
+        check_size("reward", total)
         return replace(score, value=total)
 
     @contextmanager
