@@ -61,6 +61,18 @@ def test_the_gradient_is_the_weighted_sum_of_what_each_algorithm_gives_its_own_t
         assert relative_gap(gradient_of(config, batch, model=exact_model()), expected) < 1e-12
 
 
+def test_the_constant_denominator_is_that_of_the_algorithm_s_own_tasks() -> None:
+    """sum / (samples x max_tokens): a longer task of another algorithm takes nothing from it."""
+    batch, alone = mixed_batch(), config_of(algorithm={"name": "dr_grpo"}, tasks={"maths": {}})
+    tasks = TASKS | {"shown": {"algorithm": {"name": "sft", "weight": 0}}, "code": {}}
+    tasks["code"] = {"algorithm": {"weight": 0}, "sampling": {"max_tokens": 80}}
+    both = config_of(algorithm={"name": "dr_grpo"}, tasks=tasks)
+    got = gradient_of(both, batch, model=exact_model())
+    assert (
+        relative_gap(got, gradient_of(alone, of_task(batch, "maths"), model=exact_model())) < 1e-12
+    )
+
+
 def test_each_part_has_its_metric_and_demonstrations_have_no_reward() -> None:
     batch = mixed_batch()
     metrics = consumer_of(config_of(tasks=TASKS)).train(batch).metrics

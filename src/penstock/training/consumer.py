@@ -377,6 +377,8 @@ class Consumer(Learner):
         groups = [batch.groups[number] for number in numbers]
         part = LossPart.of(groups, numbers, batch.step, algorithm, self.policy, self._exact_dtype)
         part.weight = settings.weight * (1.0 - self.config.train.ptx.coefficient)
+        own = [task for task, method in self.algorithms.items() if method is algorithm]
+        part.max_tokens = max(self.config.task_sampling(task).max_tokens for task in own)
         inputs = part.inputs
         if self.critic is not None and settings.has_critic:
             values_N = self._logprobs(part.flat, inputs, self.critic.policy)
@@ -457,7 +459,8 @@ class Consumer(Learner):
         flat, inputs = part.flat, part.inputs
         sums = self.ranks.sum(update_sums(flat, chosen_R))
         aggregation = part.algorithm.settings.aggregation
-        inputs.weigh(loss_weights(flat, chosen_R, sums, aggregation, self._constant_length))
+        weights_N = loss_weights(flat, chosen_R, sums, aggregation, part.max_tokens)
+        inputs.weigh(weights_N, float(sums[0]))
         live_R, idle_R = (
             part.split_idle(chosen_R) if self.ranks.world == 1 else (chosen_R, chosen_R[:0])
         )
@@ -567,10 +570,6 @@ class Consumer(Learner):
         )
 
     # ---- settings
-
-    @property
-    def _constant_length(self) -> int:
-        return max(self.config.task_sampling(task).max_tokens for task in self.config.tasks)
 
     @property
     def _can_pack(self) -> bool:

@@ -38,6 +38,7 @@ class LossPart:
     number_G: np.ndarray  # place of each group in the batch
     joins_rows: bool  # a rollout's rows need one pack
     weight: float = 1.0  # of its loss in the loss of an update
+    max_tokens: int = 1  # the most that an answer of the algorithm's tasks may have
     is_text: bool = False  # texts of one update, which are no groups of the batch
     advantages_N: np.ndarray = field(default_factory=lambda: np.zeros(0))
     values: TokenValues | None = None  # of the critic; None: the algorithm has none
