@@ -11,6 +11,8 @@ from penstock.training.algo import ALGORITHMS, kl
 from penstock.training.algo.method import Algorithm, TokenView, algorithm_class, resolve_settings
 from penstock.training.algo.ratios import importance_weights
 from penstock.training.algo.settings import AlgorithmSettings
+from penstock.training.objective import TokenInputs, pack_loss
+from penstock.training.pack import make_pack
 
 
 def view(ratios, advantages, sequences=None) -> TokenView:
@@ -196,6 +198,25 @@ def test_gradients_of_kl_estimators_in_the_loss(sampler: str) -> None:
     else:
         for kind in ("k2", "k3"):
             assert (mean_gradient(kind) - reverse_V).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "sft"])
+def test_a_weighted_kl_term_has_the_gradient_of_the_reverse_kl_with_every_method(name: str) -> None:
+    """At ratio 1 each token's slope is beta x weight x log (policy / reference), alone in its response or not."""
+    own, reference = [-1.0, -2.0, -0.5], [-1.5, -1.0, -0.7]
+    made = algorithm(name, kl_in="loss", kl_estimator="k3_weighted", kl_beta=0.1)
+    logprobs_N = torch.tensor(own, dtype=torch.float64, requires_grad=True)
+    pack = make_pack([0], [np.arange(4)], [np.arange(3)], [0], torch.device("cpu"))
+    inputs = TokenInputs(
+        behaviour_N=logprobs_N.detach(),
+        temperature_N=torch.ones(3),
+        early_N=None,
+        advantage_N=torch.zeros(3, dtype=torch.float64),
+        weight_N=torch.full((3,), 0.5, dtype=torch.float64),
+        reference_N=torch.tensor(reference, dtype=torch.float64),
+    )
+    loss, _ = pack_loss(made, pack, inputs, logprobs_N, torch.zeros(3))
+    assert gradient(loss, logprobs_N) == pytest.approx([0.025, -0.05, 0.01])
 
 
 def test_sapo_gates_smoothly() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -239,6 +239,13 @@ class TokenInputs:
         return self.temperature_N[pack.index_N], early_N
 
 
+def _each_alone(view: TokenView) -> TokenView:
+    """The same tokens, each a sequence of its own: a method's ratio of a response is then that of the token."""
+    count = len(view.sequence_N)
+    alone_N = torch.arange(count, device=view.sequence_N.device)
+    return replace(view, sequence_N=alone_N, num_sequences=count)
+
+
 def pack_loss(
     algorithm: Algorithm,
     pack: Pack,
@@ -279,7 +286,7 @@ def pack_loss(
         if settings.kl_in_loss:
             weighted_N = kl_N
             if settings.kl_estimator == "k3_weighted":  # unclipped: a bound would bias its gradient
-                weighted_N = kl_N * algorithm.log_ratio(view).exp()
+                weighted_N = kl_N * algorithm.log_ratio(_each_alone(view)).exp()
                 weighted_N = weighted_N if corrected_N is None else weighted_N * corrected_N
             loss_N = loss_N + settings.kl_beta * weighted_N
     if (
