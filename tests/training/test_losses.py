@@ -116,6 +116,23 @@ def test_a_token_far_below_the_reference_does_not_decide_an_update() -> None:
     assert gradient(weighted_N, logprobs_N) == pytest.approx([-2.0, -10.0])
 
 
+@pytest.mark.parametrize(
+    ("kind", "values", "slopes"),
+    [
+        ("k1", [25.0, -25.0], [1.0, 1.0]),
+        ("k2", [300.0, 300.0], [20.0, -20.0]),  # 20 x 25 - 20^2 / 2
+    ],
+)
+def test_a_token_that_the_reference_or_the_teacher_finds_impossible_is_still_held(
+    kind: str, values: list[float], slopes: list[float]
+) -> None:
+    logprobs_N = torch.tensor([-1.0, -26.0], dtype=torch.float64, requires_grad=True)
+    reference_N = torch.tensor([-26.0, -1.0], dtype=torch.float64)
+    kl_N = kl.estimate(kind, logprobs_N, reference_N)
+    assert kl_N.tolist() == pytest.approx(values)
+    assert gradient(kl_N, logprobs_N) == pytest.approx(slopes)
+
+
 def test_huge_ratios_stay_finite() -> None:
     tokens = TokenView(
         logprobs_N=torch.tensor([0.0, -1e4], requires_grad=True),

@@ -6,8 +6,9 @@ the policy sampled the tokens, that of k3 is the gradient of KL(reference || pol
 policy / sampler (`k3_weighted`) has the gradient of KL(policy || reference), whoever sampled.
 
 k3 grows exponentially with the log-ratio, and one token that fell far below the reference would decide a whole
-update: it is cut at `K3_BOUND`, where its gradient ends. The gradients of the others grow with the log-ratio
-itself and need no bound; a bound on k3_weighted would leave the gradient of its ratio alone, which has the wrong sign.
+update: it is cut at `K3_BOUND`, where its gradient ends. The gradient of k2 grows with the log-ratio itself, up to
+`MAX_LOG_RATIO`, and stays there: a token that the reference finds impossible is still held. A bound on k3_weighted
+would leave the gradient of its ratio alone, which has the wrong sign.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ K3_BOUND = 10.0  # reached where the policy gives a token 1/14 of the reference'
 
 def estimate(kind: str, logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
     """Estimate KL(policy || reference) at each sampled token; the caller weighs `k3_weighted`."""
-    log_ratio_N = (reference_N - logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    away_N = logprobs_N - reference_N
     if kind == "k1":
-        return -log_ratio_N
+        return away_N
     if kind == "k2":
-        return log_ratio_N.square() / 2
+        held_N = away_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).detach()
+        return held_N * away_N - held_N.square() / 2
     assert kind in ("k3", "k3_weighted"), kind
-    k3_N = log_ratio_N.exp() - log_ratio_N - 1
+    k3_N = (-away_N).clamp(max=MAX_LOG_RATIO).exp() + away_N - 1
     return k3_N.clamp(max=K3_BOUND) if kind == "k3" else k3_N
