@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.training import objective
 from penstock.training.algo import advantage
 from penstock.training.algo.settings import AlgorithmSettings
 from penstock.types import Score
@@ -152,3 +153,21 @@ def test_gdpo_takes_the_rewards_of_its_task_by_name() -> None:
     summed = (each.view(-1, 2) * torch.tensor([1.0, 0.5], dtype=torch.float64)).sum(1)
     wanted = (summed - summed.mean()) / (summed.std() + 1e-4)
     np.testing.assert_allclose(part.advantages_N, wanted.numpy()[part.flat.rollout_N], rtol=1e-9)
+
+
+@pytest.mark.parametrize("rewards", [[{"type": "math"}], []])
+def test_gdpo_hears_what_the_turns_of_an_agent_earned(rewards: list[dict]) -> None:
+    """1 / 0.5 / 0 in the answer's reward, 0 / 2 / 4 in the turns: each over its own deviation, 0.5 and 2."""
+    batch = random_batch(groups=1, size=3)
+    for number, rollout in enumerate(batch.rollouts):
+        answer, turns = 1.0 - 0.5 * number, 2.0 * number
+        rollout.score = Score(answer + turns, {"math": answer} if rewards else {})
+        rollout.earned = ((len(rollout.response_ids), turns),)
+    config = config_of(algorithm={"name": "gdpo"}, tasks={"train": {"rewards": rewards}})
+    (part,) = consumer_of(config)._prepare(batch, num_updates=1).parts
+    got = objective.batch_rewards(part.flat, batch.groups, config, part.algorithm.settings)
+    if rewards:
+        wanted = [0.5 / 0.5001 - 2 / 2.0001, 0.0, 2 / 2.0001 - 0.5 / 0.5001]
+    else:
+        wanted = [-1.5 / 1.5001, 0.0, 1.5 / 1.5001]
+    np.testing.assert_allclose(got, wanted, rtol=1e-9)

@@ -60,14 +60,21 @@ def batch_rewards(
 def separate_rewards(flat: FlatBatch, weights_of_group: Sequence[Sequence[float]]) -> np.ndarray:
     """The sum of each rollout's rewards, each normalised in its group by itself.
 
-    A rollout that does not name the rewards of its task has one reward, its sum.
+    What an agent's turns earned is one more reward. A rollout that does not name the rewards of its task has one
+    reward, its sum.
     """
     rewards_R = np.zeros(len(flat.rollouts))
     for number, weights in enumerate(weights_of_group):
         members_G = np.flatnonzero(flat.group_R == number)
-        named = [_named_rewards(flat.rollouts[member]) for member in members_G]
+        rollouts = [flat.rollouts[member] for member in members_G]
+        named = [_named_rewards(rollout) for rollout in rollouts]
         if any(len(values) != len(weights) for values in named):
-            named, weights = [[flat.rollouts[member].reward] for member in members_G], [1.0]
+            named, weights = [[] for _ in rollouts], []
+        if not weights or any(rollout.earned for rollout in rollouts):
+            sums = [np.cumsum([0.0, *np.multiply(values, weights)])[-1] for values in named]
+            rest = [rollout.reward - total for rollout, total in zip(rollouts, sums, strict=True)]
+            named = [[*values, value] for values, value in zip(named, rest, strict=True)]
+            weights = [*weights, 1.0]
         if named:
             rewards_R[members_G] = advantage.sum_of_normalized(np.array(named), np.array(weights))
     return rewards_R
