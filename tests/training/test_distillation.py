@@ -57,6 +57,26 @@ def test_divergences_on_hand_worked_numbers() -> None:
     assert vocabulary.term("entropy", policy, None).item() == pytest.approx(log(2))
 
 
+@pytest.mark.parametrize("divergence", ["sampled", "reverse"])
+def test_min_tokens_ban_the_policy_s_end_tokens_for_a_teacher_that_ends_with_others(
+    divergence: str,
+) -> None:
+    """A teacher whose own end token the policy has sampled scores it; it did not ban it."""
+    batch, config = random_batch(min_tokens=3), taught(divergence=divergence)
+    for rollout in batch.rollouts:
+        rollout.response_ids[0] = 5
+    same, other = (
+        gradient_of(
+            config,
+            batch,
+            model=exact_model(eos_token_id=2),
+            teachers={"big": exact_model(seed=5, eos_token_id=end)},
+        )
+        for end in (2, 5)
+    )
+    assert relative_gap(other, same) < 1e-12
+
+
 def heads(generator: torch.Generator) -> tuple[HeadInputs, HeadInputs]:
     """A policy and a wider teacher over the same vocabulary."""
 

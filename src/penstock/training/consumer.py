@@ -134,6 +134,7 @@ class Consumer(Learner):
         self.adapters = describe_adapters(model, self.policy.adapted_layers())
         for policy, path in self._policies():
             check_loaded(policy, path, stored if policy is self.policy else None, self.ranks)
+            policy.end_ids = self.policy.end_ids  # which min_tokens banned
         dtype = compute_dtype(config.model, self.policy.device)
         self.engine_dtype = model.dtype if model.dtype == torch.float64 else dtype
         if config.train.gradient_checkpointing:
