@@ -1,6 +1,7 @@
 """Losses, KL estimators and importance weights on hand-worked numbers, and the whole table."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -275,3 +276,13 @@ def test_dppo_masks_by_the_difference_of_probabilities() -> None:
     got = algorithm("dppo").surrogate(tokens)
     assert got.clipped_N.tolist() == [True, False, True, False, False]  # 0.01 -> 0.1: a ratio of 10
     assert gradient(got.loss_N, tokens.logprobs_N) == pytest.approx([0, -0.5, 0, 1.5, -10.0])
+
+
+def test_dppo_weighs_a_ratio_above_20_as_20() -> None:
+    """0.001 -> 0.05 is a ratio of 50, and within the bound: its gradient is bounded, not removed."""
+    tokens = view([50.0, 50.0, 15.0], [1.0, -1.0, 1.0])
+    tokens = replace(tokens, anchor_N=tokens.anchor_N - 6, logprobs_N=tokens.logprobs_N - 6)
+    got = algorithm("dppo").surrogate(tokens)
+    assert got.loss_N.tolist() == pytest.approx([-20.0, 20.0, -15.0])
+    assert got.clipped_N.tolist() == [True, True, False]
+    assert gradient(got.loss_N, tokens.logprobs_N) == pytest.approx([-20.0, 20.0, -15.0])

@@ -231,7 +231,8 @@ class GMPO(Algorithm):
 class DPPO(Algorithm):
     """DPPO (binary TV): a token is masked once its probability moved away by more than the bound.
 
-    The bound is on the difference of the two probabilities, not on their ratio, so rare tokens are not cut early.
+    The bound is on the difference of the two probabilities, not on their ratio, so rare tokens are not cut early:
+    a larger ratio than `MAX_RATIO` weighs as much as that.
     """
 
     defaults = AlgorithmSettings(clip_low=0.15, clip_high=0.15, aggregation="token", kl_in="none")
@@ -243,9 +244,12 @@ class DPPO(Algorithm):
         too_high_N = good_N & (moved_N > self.settings.clip_high)
         too_low_N = (view.advantages_N < 0) & (moved_N < -self.settings.clip_low)
         masked_N = too_high_N | too_low_N
-        ratio_N = log_N.exp().clamp(max=self.MAX_RATIO)
-        loss_N = -(ratio_N * view.advantages_N).masked_fill(masked_N, 0.0)
-        return Surrogate(loss_N=loss_N, ratio_N=ratio_N.detach(), clipped_N=masked_N)
+        full_N, own_N = log_N.detach().exp(), view.logprobs_N
+        ratio_N = full_N.clamp(max=self.MAX_RATIO)
+        moving_N = ratio_N * (own_N - own_N.detach()).exp()  # keeps its gradient at the bound
+        loss_N = -(moving_N * view.advantages_N).masked_fill(masked_N, 0.0)
+        clipped_N = masked_N | (full_N > self.MAX_RATIO)
+        return Surrogate(loss_N=loss_N, ratio_N=ratio_N, clipped_N=clipped_N)
 
 
 class GDPO(Algorithm):
