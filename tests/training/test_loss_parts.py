@@ -85,6 +85,19 @@ def test_each_part_has_its_metric_and_demonstrations_have_no_reward() -> None:
     assert metrics["tokens/trained"] == tokens
 
 
+def test_updates_without_a_part_s_tokens_are_not_in_its_loss() -> None:
+    """One of three updates has the demonstration: its loss is that update's, and a step without one has none."""
+    groups = mixed_batch().groups
+    batch = Batch(step=1, groups=(*groups[:1], groups[1], *groups[3:4]))
+    tasks = {name: TASKS[name] for name in ("maths", "shown")}
+    config = config_of(tasks=tasks, train={"lr": 1e-9, "groups_per_step": 3, "mini_batches": 3})
+    shown = consumer_of(config_of(algorithm={"name": "sft"}, tasks={"shown": {}}))
+    alone = shown.train(of_task(batch, "shown")).metrics["loss/demonstration"]
+    metrics = consumer_of(config).train(batch).metrics
+    assert metrics["loss/demonstration"] == pytest.approx(alone, rel=1e-6)
+    assert "loss/demonstration" not in consumer_of(config).train(of_task(batch, "maths")).metrics
+
+
 def test_a_batch_without_a_task_s_groups_trains_the_others() -> None:
     batch = of_task(mixed_batch(), "maths")
     got = gradient_of(config_of(tasks=TASKS), batch, model=exact_model())

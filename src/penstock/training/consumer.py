@@ -459,6 +459,7 @@ class Consumer(Learner):
         """Run forward and backward over a part's rollouts of an update; gradients add up in the masters."""
         flat, inputs = part.flat, part.inputs
         sums = self.ranks.sum(update_sums(flat, chosen_R))
+        part.stats.has_tokens = bool(sums[0])
         aggregation = part.algorithm.settings.aggregation
         weights_N = loss_weights(flat, chosen_R, sums, aggregation, part.max_tokens)
         inputs.weigh(weights_N, float(sums[0]))

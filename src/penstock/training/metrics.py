@@ -87,7 +87,8 @@ def step_metrics(parts: Sequence[LossPart], ranks: Ranks) -> dict[str, float]:
         metrics["importance/ess"] = metrics["importance/mean"] ** 2 / square
     for part in parts:
         losses.setdefault(part.name, []).extend(part.stats.losses)
-    metrics |= {f"loss/{name}": mean_of_finite(values) for name, values in losses.items()}
+    counted = {name: values for name, values in losses.items() if not np.isnan(values).all()}
+    metrics |= {f"loss/{name}": mean_of_finite(values) for name, values in counted.items()}
     metrics |= _log_gap_by_staleness(sampled, ranks)
     metrics["tokens/trained"] = ranks.sum_of(sum(part.flat.num_tokens for part in parts))
     return metrics

@@ -17,7 +17,8 @@ class PassLosses:
     """The losses of forward passes, on their way from the device to the host."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []  # one per update, over all ranks
+        self.losses: list[float] = []  # one per update, over all ranks; NaN: it had no tokens
+        self.has_tokens = True  # in this update, on some rank
         self._passes: list[tuple[HostCopy, Tensor]] = []  # and where it was computed
 
     def add_loss(self, loss: Tensor) -> None:
@@ -86,7 +87,7 @@ class UpdateLoss:
             losses = self._ranks.sum(np.array([stats.loss() for stats, _ in self._parts]))
             self._known = 0.0
             for (stats, weight), loss in zip(self._parts, losses.tolist(), strict=True):
-                stats.losses.append(loss)
+                stats.losses.append(loss if stats.has_tokens else np.nan)
                 self._known += weight * loss
         return self._known
 
