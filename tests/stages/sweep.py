@@ -8,6 +8,7 @@ algorithm of its own, LoRA, updates per batch, ranks and model family.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -27,7 +28,7 @@ from penstock.engine.transformers.options import TransformersOptions
 from penstock.errors import UserError
 from penstock.training.adapters import add_adapters
 from penstock.training.algo import ALGORITHMS
-from penstock.training.algo.method import check_algorithm, task_algorithms
+from penstock.training.algo.method import check_algorithm, run_settings, task_algorithms
 from penstock.training.consumer import Consumer
 from penstock.training.parallel.ranks import Ranks, rank_share
 from penstock.training.ptx import text_group
@@ -60,8 +61,8 @@ Updates = list[dict[str, torch.Tensor]]
 class Choice:
     """Choices of one draw."""
 
-    def __init__(self, number: int) -> None:
-        self.generator = np.random.default_rng([20, number])
+    def __init__(self, number: int, stream: int = 20) -> None:
+        self.generator = np.random.default_rng([stream, number])
 
     def of(self, *options: Any) -> Any:
         return options[int(self.generator.integers(len(options)))]
@@ -185,18 +186,65 @@ def _any_draw(number: int, choice: Choice) -> Draw:
     )
 
 
+def richer(draw: Draw) -> Draw:
+    """The draw with more settings, each of them where it is legal: what acts between updates and beside other tasks."""
+    choice = Choice(draw.number, 23)
+    settings = run_settings(draw.config)
+    extras: list[dict[str, Any]] = [
+        {"algorithm": {"kl_target": 0.05}} if settings.needs_reference else {},
+        {"algorithm": {"entropy_target": 2.0}} if settings.entropy_beta else {},
+        {"algorithm": {"overlong_window": 7}} if settings.overlong_penalty else {},
+        {"train": {"reference_every": choice.of(1, 2), "reference_decay": choice.of(0.0, 0.7)}},
+        {"train": {"mini_batches": 2}},
+        {"train": {"num_epochs": 2}},
+        {"train": {"critic_warmup_steps": STEP}},
+        {"tasks": {"other": {"sampling": {"max_tokens": 5 * MAX_TOKENS}}}},
+        {"tasks": {"train": {"rewards": [{"type": "math"}, {"type": "math", "weight": 0.5}]}}},
+        {
+            "teachers": {"big": {"path": "demo"}},
+            "tasks": {
+                "other": {
+                    "algorithm": {
+                        "teacher": "big",
+                        "teacher_beta": 0.4,
+                        "divergence": choice.of("sampled", "forward", "reverse", "jsd"),
+                    }
+                }
+            },
+        },
+    ]
+    for extra in extras:
+        if not choice.sometimes(0.5) or ("other" in extra.get("tasks", {}) and not draw.mixes):
+            continue
+        fields = _merged(draw.fields, extra)
+        other = dataclasses.replace(draw, fields=fields)
+        with contextlib.suppress(UserError, ValidationError):
+            check_algorithm(other.config)
+            draw = other
+    return draw
+
+
+def _merged(fields: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """The fields with those of the second tree laid over them."""
+    trees = {
+        name: _merged(fields.get(name, {}), value) if isinstance(value, dict) else value
+        for name, value in extra.items()
+    }
+    return fields | trees
+
+
 # ---- consumers
 
 
-def _plain_model(family: str) -> Any:
+def plain_model(family: str) -> Any:
     model = exact_model(family, eos_token_id=END, **FAMILIES[family])
     if "Moe" in family:
         model.set_experts_implementation("eager")  # the others have no float64
     return model
 
 
-def _model(draw: Draw, *, noise: float = 0.0) -> Any:
-    model = _plain_model(draw.family)
+def model_of(draw: Draw, *, noise: float = 0.0) -> Any:
+    model = plain_model(draw.family)
     if draw.config.model.lora.rank:
         torch.manual_seed(1)
         add_adapters(model, draw.config.model.lora)
@@ -211,30 +259,43 @@ def _model(draw: Draw, *, noise: float = 0.0) -> Any:
     return model
 
 
-def consumer_of(draw: Draw, ranks: Ranks | None = None) -> Consumer:
-    """A trainer of the draw's settings; the reference is a model near the policy, or with LoRA the base."""
-    config, reference = draw.config, None
+def reference_of(draw: Draw) -> Any:
+    """A model near the policy, if an algorithm needs one that does not move; None with LoRA: the base is."""
+    config = draw.config
     needed = any(method.settings.needs_reference for method in task_algorithms(config).values())
-    if needed and not config.model.lora.rank:
-        reference = _model(draw, noise=0.05)
-    teachers = {name: _plain_model(draw.family) for name in config.teachers}
+    own = config.model.lora.rank or config.train.reference_moves
+    return model_of(draw, noise=0.05) if needed and not own else None
+
+
+def teachers_of(draw: Draw) -> dict[str, Any]:
+    """Models further away from the policy."""
+    teachers = {name: plain_model(draw.family) for name in draw.config.teachers}
     for teacher in teachers.values():
         torch.manual_seed(3)
         with torch.no_grad():
             for parameter in teacher.parameters():
                 parameter += 0.1 * torch.randn_like(parameter)
-    texts = []
-    if config.train.ptx.coefficient:
-        generator = np.random.default_rng(1)
-        ids = [generator.integers(3, VOCABULARY, n).astype(np.int32) for n in (5, 7, 4)]
-        texts = [text_group(part) for part in ids]
+    return teachers
+
+
+def texts_of(draw: Draw) -> list[Group]:
+    """The texts of train.ptx, if it is on."""
+    if not draw.config.train.ptx.coefficient:
+        return []
+    generator = np.random.default_rng(1)
+    ids = [generator.integers(3, VOCABULARY, n).astype(np.int32) for n in (5, 7, 4)]
+    return [text_group(part) for part in ids]
+
+
+def consumer_of(draw: Draw, ranks: Ranks | None = None) -> Consumer:
+    """A trainer of the draw's settings."""
     return Consumer(
-        config,
-        _model(draw),
+        draw.config,
+        model_of(draw),
         total_steps=10,
-        reference=reference,
-        teachers=teachers,
-        texts=texts,
+        reference=reference_of(draw),
+        teachers=teachers_of(draw),
+        texts=texts_of(draw),
         ranks=ranks,
     )
 
@@ -244,6 +305,15 @@ def gradients_of(consumer: Consumer, batch: Batch) -> tuple[Updates, dict[str, f
     taken = Gradients(consumer)
     metrics = consumer.train(batch).metrics
     return taken.updates, metrics
+
+
+def move(model: Any, gradients: dict[str, torch.Tensor]) -> None:
+    """Move the parameters against the gradient, by a tenth of it and by no more than 0.1."""
+    norm = sum(float(gradient.square().sum()) for gradient in gradients.values()) ** 0.5
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in gradients:
+                parameter -= 0.1 / max(norm, 1.0) * gradients[name]
 
 
 class PairedRanks(Ranks):
@@ -332,7 +402,7 @@ class Engines:
     async def _engine(self, family: str) -> TransformersEngine:
         if family not in self._engines:
             engine = TransformersEngine(
-                lambda: _attending(_plain_model(family)),
+                lambda: _attending(plain_model(family)),
                 fetch=self._fetch,
                 options=TransformersOptions(max_slots=16, max_tokens_in_flight=1024, device="cpu"),
             )
@@ -432,6 +502,31 @@ def stale(draw: Draw, batch: Batch, *, attempt: int = 0) -> Batch:
                 earned = (0.0, 0.4 * rollout.reward, 0.9 * rollout.reward)
                 lengths = [row.length for row in rollout.rows]
                 rollout.earned = tuple(zip(lengths, earned, strict=True))
+    return batch
+
+
+def uneven(draw: Draw, batch: Batch) -> Batch:
+    """The batch with other temperatures, smaller groups, a response without tokens, and named rewards."""
+    generator = np.random.default_rng([24, draw.number])
+    batch = copy.deepcopy(batch)
+    for number, group in enumerate(batch.groups):
+        if draw.config.task_algorithm(group.task).name == "sft":
+            continue
+        temperature = float(generator.choice([0.6, 1.0, 1.0, 1.5]))
+        named = len(draw.config.tasks[group.task].rewards) > 1
+        for rollout in group.rollouts:
+            rollout.temperature = temperature
+            if named:
+                other = float(generator.random())
+                parts = {"math": rollout.reward, "math.format": 0.3, "second": other}
+                rollout.score = Score(rollout.reward + 0.5 * other, parts)
+        if number == 2:
+            del group.rollouts[int(generator.integers(1, SIZE)) :]
+        if number == 3 and generator.random() < 0.5:
+            group.rollouts[0].move_to(Status.ABORTED)
+            empty, score = group.rollouts[0], group.rollouts[0].score
+            empty.restart()
+            empty.score, empty.finish_reason = score, "stop"
     return batch
 
 

@@ -137,30 +137,37 @@ def consumer_of(config: Config, *, model: Any = None, **parts: Any) -> Consumer:
 
 
 class Gradients:
-    """Records the gradient of each update instead of applying it."""
+    """Records the gradient of each update instead of applying it; `move` may apply it in its own way."""
 
-    def __init__(self, consumer: Consumer) -> None:
+    def __init__(
+        self, consumer: Consumer, move: Callable[[Any, dict[str, torch.Tensor]], None] | None = None
+    ) -> None:
         self.updates: list[dict[str, torch.Tensor]] = []
-        self._consumer = consumer
+        self._consumer, self._move = consumer, move
         consumer._apply_update = self
         if consumer.critic is not None:
             consumer.critic.apply_update = self._of_critic  # type: ignore[method-assign]
 
     def __call__(self, rate: float, loss: Callable[[], float]) -> Outcome:
-        self.updates.append(self._gradients(self._consumer.masters.parameters, ""))
+        self.updates.append(self._gradients(self._consumer.masters.parameters))
         self._consumer.optimizer.zero_grad()
+        if self._move is not None:
+            self._move(self._consumer.policy.model, self.updates[-1])
         return lambda: (0.0, True)
 
     def _of_critic(self, rate: float) -> Outcome:
         critic = self._consumer.critic
         assert critic is not None
-        self.updates[-1] |= self._gradients(critic.masters.parameters, "critic/")
+        gradients = self._gradients(critic.masters.parameters)
+        self.updates[-1] |= {f"critic/{name}": gradient for name, gradient in gradients.items()}
         critic.drop_gradients()
+        if self._move is not None:
+            self._move(critic.policy.model, gradients)
         return lambda: (0.0, True)
 
-    def _gradients(self, parameters: dict[str, Any], prefix: str) -> dict[str, torch.Tensor]:
+    def _gradients(self, parameters: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {
-            prefix + name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for name, p in parameters.items()
         }
 

@@ -1,5 +1,6 @@
 """Random legal settings together: packing, ranks and order change no gradient, equal rewards move nothing,
-metrics stay finite and small, the trainer's log-probs are the engine's, and a setting without effect is told.
+metrics stay finite and small, the trainer's log-probs are the engine's, a setting without effect is told, and
+updates are those of the documented objective (stages/plain_objective.py).
 
 Each draw is a function of its number. A failure names its test, which one command runs again:
     .venv/bin/python -m pytest "tests/training/test_sweep.py::test_settings_together_keep_the_laws[NUMBER]"
@@ -7,6 +8,7 @@ Each draw is a function of its number. A failure names its test, which one comma
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -16,13 +18,17 @@ from penstock.training.algo.method import run_settings, task_algorithms
 from penstock.training.algo.settings import AlgorithmSettings
 from penstock.types import Batch
 from stages import sweep
-from stages.sweep import Draw, Engines, Updates
-from stages.training_data import relative_gap
+from stages.plain_objective import PlainTrainer
+from stages.sweep import STEP, Draw, Engines, Updates
+from stages.training_data import Gradients, relative_gap
 
 TEST = "tests/training/test_sweep.py::test_settings_together_keep_the_laws"
+PLAIN_TEST = "tests/training/test_sweep.py::test_updates_are_those_of_the_documented_objective"
 DRAWS, QUICK = 500, 4
+PLAIN, QUICK_PLAIN = 200, 2
 EXACT = 1e-10  # relative, in float64
 ROUNDED = 1e-7  # of a router, which rounds to float32
+MOVED, MOVED_ROUTER = 1e-7, 1e-5  # the same after updates, which spread what was rounded
 SMALL_PACK = 64  # tokens; a third of the batch
 UNBOUNDED = {"time/train_s", "time/digest_s", "tokens_per_s", "memory/peak_mib"}
 CLIPS = {"clip_low", "clip_high", "dual_clip"}
@@ -58,6 +64,27 @@ def test_settings_together_keep_the_laws(number: int, engines: Engines) -> None:
     check_splits(draw, batch, whole)
     if draw.ranks == 1:
         check_effect(draw, fresh, whole)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(n, marks=[] if n < QUICK_PLAIN else [pytest.mark.slow]) for n in range(PLAIN)],
+)
+def test_updates_are_those_of_the_documented_objective(number: int, engines: Engines) -> None:
+    """Two steps, whose updates move the weights, against formulas that share no code with the trainer."""
+    draw = sweep.richer(sweep.drawn(number))
+    print(f"run again: python -m pytest '{PLAIN_TEST}[{number}]'\n{draw}")  # shown on failure
+    consumer, plain = sweep.consumer_of(draw), PlainTrainer(draw)
+    fresh = engines.sampled(draw, consumer)
+    tolerance = MOVED_ROUTER if "Moe" in draw.family else MOVED
+    for step in (STEP, STEP + 1):
+        batch = sweep.uneven(draw, sweep.stale(draw, fresh, attempt=step))
+        batch = dataclasses.replace(batch, step=step)
+        taken = Gradients(consumer, sweep.move)
+        metrics = consumer.train(batch).metrics
+        wanted, figures = plain.train(batch)
+        assert largest_gap(taken.updates, wanted) < tolerance
+        assert {name: metrics[name] for name in figures} == pytest.approx(figures, abs=tolerance)
 
 
 def of_policy(updates: Updates) -> Updates:
