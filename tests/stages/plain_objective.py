@@ -205,7 +205,7 @@ class PlainTrainer:
             }[settings.aggregation]
             losses, entropies = self._token_losses(settings, sample)
             entropy_beta = settings.entropy_beta * self.factors[settings][1]
-            loss = loss + weight * losses.sum() - entropy_beta * entropies.sum() / tokens
+            loss = loss + weight * (losses - entropy_beta * entropies).sum()
             if sample.value is not None:
                 values = self._values(sample)
                 errors = value_errors(values, sample.value, sample.returns, settings.value_clip)

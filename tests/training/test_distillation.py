@@ -209,15 +209,12 @@ def test_a_teacher_beside_rewards_adds_its_gradient() -> None:
     assert relative_gap(gradient(both, **teachers), wanted) < 1e-10
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_the_entropy_bonus_has_the_gradient_of_the_mean_entropy(aggregation: str) -> None:
-    """However the losses are added: `entropy_target` is a mean over tokens, too."""
+def test_the_entropy_bonus_has_the_gradient_of_the_entropy() -> None:
     batch, model = random_batch(), exact_model()
     vocabulary.term("entropy", logits(model, batch), None).mean().backward()
-    without = config_of(algorithm={"aggregation": aggregation})
-    plain = gradient_of(without, batch, model=exact_model())
+    plain = gradient_of(config_of(), batch, model=exact_model())
     wanted = {name: plain[name] - 0.2 * p.grad for name, p in model.named_parameters()}
-    config = config_of(algorithm={"entropy_beta": 0.2, "aggregation": aggregation})
+    config = config_of(algorithm={"entropy_beta": 0.2})
     assert relative_gap(gradient_of(config, batch, model=exact_model()), wanted) < 1e-10
 
 

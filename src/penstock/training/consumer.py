@@ -462,7 +462,7 @@ class Consumer(Learner):
         part.stats.has_tokens = bool(sums[0])
         aggregation = part.algorithm.settings.aggregation
         weights_N = loss_weights(flat, chosen_R, sums, aggregation, part.max_tokens)
-        inputs.weigh(weights_N, float(sums[0]))
+        inputs.weigh(weights_N)
         live_R, idle_R = (
             part.split_idle(chosen_R) if self.ranks.world == 1 else (chosen_R, chosen_R[:0])
         )

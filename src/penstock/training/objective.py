@@ -215,7 +215,6 @@ class TokenInputs:
     early_N: Tensor | None  # bool, sampled without the end tokens; None: no token was
     advantage_N: Tensor
     weight_N: Tensor
-    mean_weight: float = 0.0  # of every token in a mean over the update's tokens
     proximal_N: Tensor | None = None  # the trainer's log-probs before the update
     reference_N: Tensor | None = None
     teacher_N: Tensor | None = None  # log-probs of the sampled tokens under the teacher
@@ -235,9 +234,8 @@ class TokenInputs:
             weight_N=zeros_N,
         )
 
-    def weigh(self, weights_N: np.ndarray, num_tokens: float) -> None:
-        """Set the weight of every token in the loss of the update to come, which has so many over all ranks."""
-        self.mean_weight = 1.0 / max(num_tokens, 1.0)
+    def weigh(self, weights_N: np.ndarray) -> None:
+        """Set the weight of every token in the loss of the update to come."""
         self.weight_N = to_device(weights_N, self.weight_N.device).to(self.weight_N.dtype)
 
     def sampled_for(self, pack: Pack) -> tuple[Tensor, Tensor | None]:
@@ -306,9 +304,9 @@ def pack_loss(
         loss_N = loss_N + settings.teacher_beta * fresh_N * taught_N
     elif divergence_N is not None:
         loss_N = loss_N + settings.teacher_beta * divergence_N
+    if settings.entropy_beta:
+        loss_N = loss_N - settings.entropy_beta * entropies_N
     loss = (loss_N * inputs.weight_N[index_N]).sum()
-    if settings.entropy_beta:  # of the mean entropy, however the losses are added
-        loss = loss - settings.entropy_beta * inputs.mean_weight * entropies_N.sum()
     rows = [own_N, entropies_N, surrogate.ratio_N, surrogate.clipped_N, kl_N, divergence_N]
     unknown_N = torch.full_like(own_N, torch.nan)
     figures = [unknown_N if row is None else row.detach().to(own_N.dtype) for row in rows]
