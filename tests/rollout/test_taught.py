@@ -294,7 +294,16 @@ def test_each_token_of_a_response_has_its_own_log_prob_and_a_retry_asks_the_teac
     assert rollout.teacher_logprobs is None
 
 
-@pytest.mark.parametrize("value", ["NaN", "-Infinity", "0.5", "null", '"-1"'])
+def test_the_log_probs_of_other_tokens_are_a_failure() -> None:
+    """A server or a proxy may mix up its answers, or have been started again with another tokenizer."""
+    told = {"tokens": ["token_id:1", "token_id:3", "token_id:7"], "token_logprobs": [None, -1, -2]}
+    text = json.dumps({"choices": [{"logprobs": told}]})
+    with pytest.raises(RewardError, match="got the log-probs of other tokens"):
+        asyncio.run(TokensAsLogprobs(text).logprobs(np.array([1, 2])))
+    assert asyncio.run(TokensAsLogprobs(text).logprobs(np.array([1, 3]))).tolist() == [-1.0]
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "0.5", "null", '"-1"', f"-{10**400}"])
 def test_a_value_that_is_no_log_prob_is_a_failure(value: str) -> None:
     text = f'{{"choices": [{{"logprobs": {{"tokens": ["1", "2"], "token_logprobs": [null, {value}]}}}}]}}'
     with pytest.raises(RewardError, match="allowed: the log-probs of 1 tokens"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -28,6 +27,7 @@ from penstock.waits import WaitKind, Waits
 
 ROUTE = "/v1/completions"
 _COMPARED, _MOST_COMPARED = 8, 4000  # prompts and characters by which two tokenizers are compared
+_ID = "token_id:"  # how a server names a token that it was sent by its id, if it can
 _LEAST = -1000.0  # a log-prob below this stands for no chance at all
 
 
@@ -46,7 +46,12 @@ class TeacherServer:
 
     async def logprobs(self, token_ids: np.ndarray) -> np.ndarray:
         """The log-probs of all tokens but the first, given those before it."""
-        _, values = await self._echo(token_ids.tolist())
+        names, values = await self._echo(token_ids.tolist())
+        sent = [f"{_ID}{token}" for token in token_ids]
+        if str(names[0]).startswith(_ID) and names[: len(sent)] != sent:
+            raise RewardError(
+                f"{self.name}: got the log-probs of other tokens, allowed: those of the tokens that were sent"
+            )
         values = values[1 : len(token_ids)]
         if len(values) != len(token_ids) - 1 or not all(map(_is_logprob, values)):
             raise RewardError(
@@ -102,7 +107,7 @@ class TeacherServer:
             names, values = told["tokens"], told["token_logprobs"]
         except (ValueError, TypeError, KeyError, IndexError, RecursionError):
             names = values = None
-        if not isinstance(names, list) or not isinstance(values, list):
+        if not names or not isinstance(names, list) or not isinstance(values, list):
             raise RewardError(
                 f"{self.name}: got no log-probs of a prompt, allowed: a server with `echo`"
             )
@@ -114,7 +119,7 @@ class TeacherServer:
 
 
 def _is_logprob(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value < 1e-3
+    return isinstance(value, int | float) and -1e30 < value < 1e-3
 
 
 class TaughtLoop(AgentLoop):
