@@ -47,7 +47,7 @@ def made_job(calls: list[str], **parts: Any) -> Any:
         journal=SimpleNamespace(commit_step=noted("commit")),
         workers=SimpleNamespace(supervised={}),
         stop_rules=SimpleNamespace(met=lambda metrics, findings: ""),
-        findings=SimpleNamespace(open=[]),
+        findings=SimpleNamespace(open=[], newest={}),
         log_step=lambda batch, report: calls.append("log"),
         status=SimpleNamespace(doing=lambda activity: None),
         checkpoints=SimpleNamespace(due=lambda step: False),

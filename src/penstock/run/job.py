@@ -101,8 +101,8 @@ class Job:
     start_report: list[str] = field(default_factory=list)  # how long each worker's stages took
     stop_rules: StopRules = field(default_factory=StopRules)
 
-    def log_step(self, batch: Batch, report: StepReport) -> dict[str, float]:
-        """Look for findings, give metrics and some samples of a step to whoever shows them; return the metrics."""
+    def log_step(self, batch: Batch, report: StepReport) -> None:
+        """Look for findings, give metrics and some samples of a step to whoever shows them."""
         self.status.trained(batch)
         memory = available_mib()
         metrics = {**report.metrics, **self.timeline.read_metrics()}
@@ -112,7 +112,6 @@ class Job:
         metrics["findings/open"] = float(len(self.findings.open))
         self.tracker.log_step(batch.step, metrics)
         self.rollout_log.write(batch)
-        return metrics
 
     def confirm_weights(self, version: int, digest: str) -> None:
         """Note the newest weights of a run without an engine: demonstrations are shown to them.

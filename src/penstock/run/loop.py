@@ -35,7 +35,6 @@ class Loop:
         self._updating: asyncio.Task[None] | None = None
         self._evaluating: asyncio.Task[None] | None = None
         self._tokens_before = 0
-        self._metrics: dict[str, float] = {}  # of the newest step
         self._unlogged: tuple[Batch, StepReport] | None = None  # a step that only the journal has
 
     async def run(self) -> None:
@@ -48,7 +47,7 @@ class Loop:
                     await self._start_evaluation()
                 try:
                     while self.step < job.total_steps:
-                        if reason := job.stop_rules.met(self._metrics, job.findings.open):
+                        if reason := job.stop_rules.met(job.findings.newest, job.findings.open):
                             break
                         await self._one_step(self.step + 1)
                 except PromptsRetired as error:
@@ -116,7 +115,7 @@ class Loop:
     def _log_step(self) -> None:
         if self._unlogged is not None:
             step, self._unlogged = self._unlogged, None
-            self._metrics = self._job.log_step(*step)
+            self._job.log_step(*step)
 
     async def _end_update(self) -> None:
         """After a stop, wait until the update under way is given up or committed."""

@@ -46,6 +46,11 @@ class LiveFindings:
         self._at_start: list[Finding] = []
         self._told: dict[str, int] = {}  # name -> the newest step with this finding
 
+    @property
+    def newest(self) -> Row:
+        """The metrics of the newest step, in a resumed run those of its last one; none before the first step."""
+        return self._rows[-1] if self._rows else {}
+
     def start(self, steps_done: int, facts: Mapping[str, str]) -> None:
         """Tell how much disk the run may use, and what is wrong before its first step."""
         self._facts = facts
