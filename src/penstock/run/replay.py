@@ -292,7 +292,9 @@ def make_fork(
     if any(word.startswith("train.steps=") for word in overrides) and config.train.steps:
         steps = min(steps, config.train.steps)
     settings = config.train.model_copy(update={"steps": steps, "episodes": None})
-    config = config.model_copy(update={"train": settings})
+    # nothing is evaluated: each checkpoint would be kept until it is
+    checkpoint = config.checkpoint.model_copy(update={"keep_best": ""})
+    config = config.model_copy(update={"train": settings, "checkpoint": checkpoint})
     check_algorithm(config)
     origin = Origin(run=str(parent.path.resolve()), steps=last, digest=digest, rescored=len(scores))
     folder = run_folder.create(config, origin)
@@ -333,6 +335,7 @@ async def open_fork(folder: RunFolder, notes: Notes | None = None) -> AsyncItera
         raise UserError(f"fork of {origin.run}: got no journal there, allowed: the run it is of")
     async with AsyncExitStack() as stack:
         recorded = stack.enter_context(closing(Journal.open(parent.journal, readonly=True)))
+        _check_parent(recorded, origin)
         base = lay_foundation(folder, notes or Notes(), stack)
         trainer = open_trainer(config, folder.logs, events=base.events)
         workers = await stack.enter_async_context(trainer)
@@ -354,6 +357,15 @@ async def open_fork(folder: RunFolder, notes: Notes | None = None) -> AsyncItera
         for text in describe(scores):
             job.tracker.note(text)
         yield job
+
+
+def _check_parent(recorded: Journal, origin: Origin) -> None:
+    """Raise if the journal is not the one that was forked. A step that was redone on a GPU may have two digests."""
+    sql = "SELECT step FROM steps WHERE (step, digest) = (?1, ?2) UNION SELECT version FROM weights WHERE (version, digest) = (?1, ?2)"
+    if not recorded.query(sql, (origin.steps, origin.digest)):
+        raise RunError(
+            f"fork of {origin.run}: got another run there than the one that was forked, allowed: that one; fork again"
+        )
 
 
 def _newly_taught(folder: RunFolder, parent: RunFolder) -> set[str]:

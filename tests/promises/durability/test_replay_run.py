@@ -11,7 +11,7 @@ import pytest
 
 from penstock.store.journal import Journal
 from penstock.store.run_folder import RunFolder
-from stages.tiny_run import STEPS, CrashServer, assert_sound, digests
+from stages.tiny_run import STEPS, SUMS, CrashServer, assert_sound, digests
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +127,32 @@ def test_a_killed_fork_goes_on_without_an_engine(
     assert server.run("resume", str(killed.path)) == 0, server.output()
     assert_sound(killed)
     assert digests(killed) == digests(parent)
+
+
+def test_a_fork_whose_parent_was_replaced_does_not_go_on(
+    server: CrashServer, copied: RunFolder
+) -> None:
+    """A run that was removed and trained again has its name, and other rollouts."""
+    words = ("run.dir=" + str(server.folder), "algorithm.correction.kind=none")
+    killed = fork(server, copied, "orphan", *words, point="before step", number=3)
+    shutil.rmtree(copied.path)
+    other, code = server.train("replaced", "seed=7")
+    assert code == 0, server.output()
+    shutil.copytree(other.path, copied.path)
+    assert server.run("resume", str(killed.path)) == 1, server.output()
+    assert "got another run there than the one that was forked" in server.output()
+    assert "Traceback" not in server.output()
+
+
+def test_a_fork_of_a_run_that_keeps_its_best_checkpoint_keeps_no_more_than_others(
+    server: CrashServer,
+) -> None:
+    evaluated = (f"eval.tasks={{a={{data='{SUMS}'}}}}", "eval.max_problems=2", "eval.every_steps=1")
+    best, code = server.train("best", *evaluated, "checkpoint.keep_best=a/reward", "checkpoint.keep=1")  # fmt: skip
+    assert code == 0, server.output()
+    forked = fork(server, best, "of-best", "algorithm.correction.kind=none")
+    assert digests(forked) == digests(best)
+    assert [path.name for path in forked.checkpoints.iterdir()] == [f"step-{STEPS}"]
 
 
 def test_smaller_batches_make_more_steps_of_the_same_rollouts(
