@@ -289,3 +289,16 @@ def test_a_large_request_leaves_the_engines_to_others_part_by_part(tmp_path: Pat
         many = large.result(300).sequences
     assert len(many) == 1024
     assert [sequence.tokens for sequence in many[:2]] == [sequence.tokens for sequence in few]
+
+
+def test_a_command_that_could_not_be_logged_leaves_no_gap(tmp_path: Path) -> None:
+    """The commands behind a number that never came would wait for ever."""
+    with penstock.Service("demo", folder=tmp_path) as service:
+        trainer = service.create_lora_training_client(rank=2)
+        log = service._core.log
+        ((pages,),) = service._now(log.query, "PRAGMA page_count")
+        service._now(log.query, f"PRAGMA max_page_count = {pages}")
+        with pytest.raises(penstock.RunError, match=r"commands\.db: cannot be used: .* is full"):
+            trainer.forward([DATUM] * 200, "cross_entropy")
+        service._now(log.query, f"PRAGMA max_page_count = {1 << 20}")
+        assert trainer.forward([DATUM], "cross_entropy").result(60).metrics

@@ -158,8 +158,8 @@ class ServiceCore:
 
     def _prune(self) -> None:
         """Forget what nobody asks for any more, now and every hour."""
-        prune(self.log, self.folder, time.time())
         self._timers[""] = asyncio.get_running_loop().call_later(_PRUNE_EVERY_S, self._prune)
+        prune(self.log, self.folder, time.time())
 
     async def close(self) -> None:
         """Stop; commands without an answer are done by the next service of this folder."""
@@ -356,7 +356,7 @@ class ServiceCore:
 
     async def _do(self, command: Command) -> None:
         """Do a command and log its answer; whatever fails is an answer too."""
-        self.log.begin(command)
+        runs = self.log.begin(command)
         outcome, digest = "failed", None
         try:
             if command.kind == SAVE_EXTERNAL:
@@ -375,7 +375,7 @@ class ServiceCore:
         except UserError as error:
             result = {"error": str(error), "category": "user"}
         except Exception as error:  # the client hears of it; the model is made again from its log
-            if isinstance(error, EnginesLost) and self._runs(command) < _MOST_RUNS:
+            if isinstance(error, EnginesLost) and runs < _MOST_RUNS:
                 raise  # the service ends, and the next one begins with this command
             _log.error("command %s failed", command.request_id, exc_info=error)
             if command.kind in TRAINING:
@@ -394,10 +394,6 @@ class ServiceCore:
         self._waiting[command.owner] -= 1
         self._waiting_bytes[command.owner] -= len(command.body)
         self._answers.pop(command.request_id).set()
-
-    def _runs(self, command: Command) -> int:
-        sql = "SELECT runs FROM commands WHERE number = ?"
-        return int(self.log.query(sql, (command.number,))[0][0])
 
     async def _create(self, command: Command) -> tuple[dict[str, str], str]:
         model_id = f"{command.line}:{command.seq}"

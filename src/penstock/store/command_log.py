@@ -90,7 +90,10 @@ class CommandLog:
     """Reads and writes the file."""
 
     def __init__(self, path: Path, *, readonly: bool = False, brief: bool = False) -> None:
-        self._file = open_database(path, readonly=readonly, brief=brief, kind=_LOG)
+        self._path, self._file = (
+            path,
+            open_database(path, readonly=readonly, brief=brief, kind=_LOG),
+        )
 
     @classmethod
     @contextmanager
@@ -107,17 +110,19 @@ class CommandLog:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Commit what is written inside at once, or none of it."""
-        self._file.execute("BEGIN IMMEDIATE")
+        self.query("BEGIN IMMEDIATE")
         try:
             yield
+            self.query("COMMIT")
         except BaseException:
-            self._file.execute("ROLLBACK")
+            if self._file.in_transaction:  # a full disk has ended it already
+                self.query("ROLLBACK")
             raise
-        self._file.execute("COMMIT")
 
     def query(self, sql: str, values: Values = ()) -> list[tuple[Any, ...]]:
         """The rows of a statement."""
-        return self._file.execute(sql, values).fetchall()
+        with named_errors(self._path, "be used", _LOG):
+            return self._file.execute(sql, values).fetchall()
 
     def records(self, sql: str, values: Values = ()) -> list[dict[str, Any]]:
         """The rows of a statement, by the names of their columns."""
@@ -144,9 +149,10 @@ class CommandLog:
         )
         return _command(rows[0])
 
-    def begin(self, command: Command) -> None:
-        """Note that a command runs; one that was killed while it ran has several runs and one answer."""
-        self.query("UPDATE commands SET runs = runs + 1 WHERE number = ?", (command.number,))
+    def begin(self, command: Command) -> int:
+        """Note that a command runs; how often it has: one that was killed while it ran has several runs and one answer."""
+        sql = "UPDATE commands SET runs = runs + 1 WHERE number = ? RETURNING runs"
+        return int(self.query(sql, (command.number,))[0][0])
 
     def answer(self, command: Command, outcome: str, result: bytes, digest: str | None) -> None:
         """Write the answer of a command, which never changes."""
