@@ -17,6 +17,7 @@ from penstock.data.identity import TOTAL_STEPS, changed_code, check_content
 from penstock.errors import DigestMismatch, JournalDamaged, UserError
 from penstock.files import ScratchFolder, can_write, count, pasted
 from penstock.inspection.track.logs import last_logged_step
+from penstock.rollout.evaluation.evaluate import read_summaries
 from penstock.run.job import Job, open_trainer
 from penstock.store.checkpoint import Checkpoint, CheckpointStore
 from penstock.store.journal import Journal, is_empty
@@ -53,7 +54,26 @@ def check_journal(folder: RunFolder) -> list[str]:
             f"the journal ends at step {committed}, but {folder.metrics.name} has step {told}: "
             f"the end of the journal was lost; continuing from step {committed}"
         ]
-    return []
+    return _lost_evaluations(folder, committed)
+
+
+def _lost_evaluations(folder: RunFolder, done: int) -> list[str]:
+    """Notes on the evaluation that ended with a run that had trained its weights further."""
+    eras = folder.eras()
+    settings, begun = eras[-1].config.eval, max((era.last_step or 0 for era in eras), default=0)
+    step = (done - 1) // settings.every_steps * settings.every_steps if settings.every_steps else 0
+    made = [row for row in read_summaries(folder.evaluations) if row["step"] >= step]
+    was_told = any(row["step"] > step for row in made)
+    if not done or was_told or step < begun or not (step or settings.at_start):
+        return []
+    model = folder.checkpoints / f"step-{step}" / "model"
+    command = f"penstock eval {pasted(folder.path)} model.path={pasted(model)}"
+    way = f"; to see it: {command}" if model.is_dir() else ""
+    return [
+        f"warning: evaluation {task} after step {step} was cut off and is missing{way}"
+        for task in settings.tasks
+        if task not in {row["task"] for row in made}
+    ]
 
 
 def with_way_out(fault: str, folder: RunFolder) -> str:

@@ -62,6 +62,24 @@ def test_an_evaluation_that_a_kill_cut_short_is_made_up_for(server: CrashServer)
     assert all(s["policy_version"] == s["step"] for s in summaries)
 
 
+@pytest.mark.slow
+def test_an_evaluation_that_ended_with_the_run_is_told(server: CrashServer) -> None:
+    """The weights of step 2 are evaluated while step 3 is trained; a stop then ends the evaluation."""
+    tasks = [f"eval.tasks={{a={{data='{SUMS}'}}}}", "eval.every_steps=2"]
+    words = [*tasks, "eval.sampling.max_tokens=60", "checkpoint.keep_best=a/reward"]
+    place = {"point": "after step", "number": 3, "fault": "SIGTERM"}
+    run, code = server.train("evaluated-stopped", *words, "launch.kind=local", **place)
+    assert code == 130, server.output()
+    assert server.run("resume", str(run.path)) == 0, server.output()
+    assert [s["step"] for s in lines(run.evaluations / "summary.jsonl")] == [0, 4]
+    told = server.output()
+    assert "warning: evaluation a after step 2 was cut off and is missing; to see it: " in told
+    command = told.partition("to see it: penstock ")[2].split()[:3]
+    assert server.run(*command) == 0, server.output()
+    assert server.run("resume", str(run.path), "train.steps=6") == 0, server.output()
+    assert "was cut off" not in server.output()
+
+
 def test_each_task_has_its_own_sampling(evaluated: RunFolder) -> None:
     counts = {
         s["task"]: (s["samples"], sorted(s["pass_at"]))
