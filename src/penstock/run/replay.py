@@ -409,15 +409,14 @@ class RecordedBatches(BatchSource):
         self._resumed: Batch | None = None
 
     async def restore(self, journal: Journal) -> None:
-        """Continue after the fork's last step; a new fork first copies the weights records."""
-        if not journal.query("SELECT 1 FROM weights LIMIT 1"):
-            for kind, engine, version, digest in self._recorded.query(
-                "SELECT kind, engine, version, digest FROM weights ORDER BY at"
-            ):
-                if kind == "published":
-                    journal.record_published(version, digest)
-                else:
-                    journal.record_confirmed(engine, version, digest)
+        """Continue after the fork's last step, with the parent's weights records that are not copied yet."""
+        sql = "SELECT kind, engine, version, digest FROM weight_rows ORDER BY number"
+        ((copied,),) = journal.query("SELECT COUNT(*) FROM weights WHERE kind != 'redone'")
+        for kind, engine, version, digest in self._recorded.query(sql)[copied:]:
+            if kind == "published":
+                journal.record_published(version, digest)
+            else:
+                journal.record_confirmed(engine, version, digest)
         pending = journal.pending_step()
         self._resumed = None if pending is None else journal.batch(pending)
         self._known = dict(journal.query("SELECT group_id, state FROM groups"))

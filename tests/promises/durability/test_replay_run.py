@@ -144,6 +144,18 @@ def test_a_fork_whose_parent_was_replaced_does_not_go_on(
     assert "Traceback" not in server.output()
 
 
+def test_a_fork_that_was_killed_while_it_copied_the_weights_records_copies_the_rest(
+    server: CrashServer, parent: RunFolder
+) -> None:
+    """The records of a long run are committed in parts."""
+    killed = fork(server, parent, "half-copied", "train.lr=5e-4", point="before step", number=1)
+    with sqlite3.connect(killed.journal) as database:  # as a kill between two parts leaves them
+        database.execute("DELETE FROM weight_rows WHERE number > 3")
+    assert server.run("resume", str(killed.path)) == 0, server.output()
+    assert server.run("audit", str(killed.path)) == 0, server.output()
+    assert recorded_versions(killed) == recorded_versions(parent)
+
+
 def test_a_fork_of_a_run_that_keeps_its_best_checkpoint_keeps_no_more_than_others(
     server: CrashServer,
 ) -> None:
