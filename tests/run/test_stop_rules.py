@@ -89,3 +89,11 @@ def test_only_a_step_that_will_be_evaluated_is_kept_until_it_is(tmp_path: Path) 
     kept = partial(best_or_pending, tmp_path, "test/accuracy", [1, 2, 3, 4, 5, 6])
     assert kept(every_steps=2) == {1, 4, 6}
     assert kept(every_steps=0) == {1}
+
+
+def test_a_step_whose_evaluation_failed_is_not_kept_for_its_score(tmp_path: Path) -> None:
+    """While a judge is down every evaluation fails: each would stay on the disk."""
+    rows = ({"task": "test", "step": n, "accuracy": score} for n, score in ((0, 0.1), (2, None)))
+    (tmp_path / "summary.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    kept = best_or_pending(tmp_path, "test/accuracy", [0, 1, 2, 3, 4], every_steps=1)
+    assert kept == {0, 3, 4}

@@ -331,7 +331,9 @@ def best_or_pending(
     if not measure:
         return set()
     scores = read_scores(folder).get(measure, {})
-    newest = max(scores, default=0)
+    task = measure.rpartition("/")[0]  # an evaluation that failed is done, and has no score
+    done = [line["step"] for line in read_summaries(folder) if line["task"] == task]
+    newest = max(done, default=0)
     pending = {step for step in steps if every_steps and step > newest and not step % every_steps}
     best = best_step(scores, steps)
     return pending if best is None else pending | {best}
