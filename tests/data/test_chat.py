@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from penstock.config import EvalTaskConfig
@@ -19,7 +19,7 @@ from penstock.data import load_dataset
 from penstock.data.chat import ChatTemplate, load_tokenizer
 from penstock.data.demonstration import answer_ids
 from penstock.errors import UserError
-from stages.chat_policy import chat_template, chat_tokenizer
+from stages.chat_policy import chat_template, chat_tokenizer, spaced_tokenizer
 
 USER = {"role": "user", "content": "47+38"}
 THINKING = "{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}"
@@ -146,6 +146,29 @@ def test_without_a_template_messages_are_joined_plainly(plain_chat: ChatTemplate
     assert plain_chat.render([message]) == "hello there"
     assert plain_chat.render([message], "be kind") == "be kind\nhello there"
     assert plain_chat.encode([message], "be kind").tolist() == [1, 2, 3, 4]
+
+
+def test_a_tokenizer_that_ends_every_text_ends_no_prompt() -> None:
+    """`add_eos_token`, which many leave on after fine-tuning; a judge still reads the end of what it judges."""
+    tokenizer = spaced_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    chat = ChatTemplate(tokenizer)
+    assert tokenizer.convert_ids_to_tokens(chat.encode([{**USER, "content": "a"}]).tolist()) == [
+        "<s>",
+        "▁",
+        "a",
+    ]
+    assert chat.encode_plain("a").tolist() == chat.encode([{**USER, "content": "a"}]).tolist()
+    assert chat.encode_answered([USER], "85")[-1] == tokenizer.eos_token_id
+
+
+def test_templates_of_which_none_is_the_default_are_one_line() -> None:
+    tokenizer = load_tokenizer("demo")
+    tokenizer.chat_template = {"rag": THINKING, "tool_use": THINKING}
+    with pytest.raises(UserError, match=r"chat template of .* no default .*'rag', 'tool_use'"):
+        ChatTemplate(tokenizer).encode([USER])
 
 
 def test_a_template_that_refuses_the_roles_is_the_users_mistake(chat: ChatTemplate) -> None:

@@ -9,7 +9,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from penstock.data.chat import ChatTemplate, TokenText, has_table, load_tokenizer
+from penstock.data.chat import ChatTemplate, load_tokenizer
+from penstock.data.decoding_table import TokenText, has_table
 
 ADDED = ["<|im_end|>", "<think>", "a b", "▁x", "你好", "✓"]
 

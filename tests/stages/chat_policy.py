@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 from small_policy import EOS, small_model, word_tokenizer
+from tokenizers import Tokenizer, models, normalizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from penstock.data.chat import ChatTemplate
 from penstock.engine.protocol import Generation, GenerationRequest
@@ -32,6 +34,26 @@ NO_END = "{% for m in messages %}<turn>{{ m.content }}{% endfor %}<turn>"
 def chat_tokenizer(template: str = TEMPLATE) -> Any:
     """Return a tokenizer with one token per printable character."""
     return word_tokenizer(string.printable, roles=["<turn>"], template=template)
+
+
+def spaced_tokenizer() -> Any:
+    """Return a tokenizer that begins every text with a space and <s>, and ends none, as Llama 2's."""
+    letters = {
+        token: number for number, token in enumerate(["<s>", "</s>", *string.printable, "▁"])
+    }
+    backend = Tokenizer(models.BPE(letters, [], unk_token="</s>"))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<turn>"],
+    )
 
 
 @cache

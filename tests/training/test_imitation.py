@@ -20,7 +20,7 @@ from penstock.errors import UserError
 from penstock.rollout.agent.demonstration import Demonstrations
 from penstock.training.algo.method import check_algorithm
 from penstock.types import Batch, Group, Rollout, Status
-from stages.chat_policy import chat_template
+from stages.chat_policy import chat_template, spaced_tokenizer
 from stages.training_data import config_of, consumer_of, gradient_of, relative_gap, tiny_model
 from stages.trl_run import END, word_tokenizer
 
@@ -91,6 +91,52 @@ def test_a_template_that_rewrites_earlier_turns_gets_a_row_for_each_answer() -> 
     rows = shown_rows(chat, TALK[:1], TALK[1:])
     assert [shown(chat, row)[1] for row in rows] == ["so2<eos>", "so4<eos>"]
     assert chat.decode_prompt(rows[1].prompt_ids).startswith("<user>=<assistant>2<eos>")
+
+
+REWRITES = (
+    "{% for m in messages %}<turn>{{ m.role }}\n{{ WORDS }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<turn>assistant\nBEGIN{% endif %}"
+)
+
+
+SPACED, DROPPED = "m.content | replace('>', '> ')", "m.content.split('</think>')[-1]"
+
+
+@pytest.mark.parametrize(
+    ("words", "begin", "learned"),
+    [
+        (SPACED, "", "<think> 1</think> 2<eos>"),  # as Qwen3 does
+        (SPACED, "<think> ", "1</think> 2<eos>"),
+        (SPACED, "<think>\n", "1</think>2<eos>"),
+        (DROPPED, "", "<think>1</think>2<eos>"),
+        (DROPPED, "<think>\n", "1</think>2<eos>"),  # as DeepSeek-R1 does
+        ("m.content", "<think>\n", "1</think>2<eos>"),
+        ("m.content", "<think>", "1</think>2<eos>"),
+    ],
+)
+def test_an_answer_that_the_template_rewrites_is_learned_once_with_its_thought(
+    words: str, begin: str, learned: str
+) -> None:
+    chat = chat_template(REWRITES.replace("WORDS", words).replace("BEGIN", begin))
+    answer = {"role": "assistant", "content": "<think>1</think>2"}
+    (row,) = shown_rows(chat, [{"role": "user", "content": "q"}], [answer])
+    assert chat.decode_prompt(row.prompt_ids) == f"<turn>user\nq<eos><turn>assistant\n{begin}"
+    assert chat.decode_prompt(row.token_ids) == learned
+
+
+@pytest.mark.parametrize("template", ["[{{ m.content }}] ", "<turn>{{ m.content }}\n", None])
+def test_the_tokens_of_an_answer_are_those_of_the_whole_text(template: str | None) -> None:
+    """The tokenizers of Llama 2, Gemma's kin and Mistral begin a text by itself with a space."""
+    tokenizer = spaced_tokenizer()
+    if template:
+        tokenizer.chat_template = "{% for m in messages %}" + template + "{% endfor %}"
+    user, answer = {"role": "user", "content": "12+3="}, {"role": "assistant", "content": "15 ok"}
+    chat = ChatTemplate(tokenizer)
+    (row,) = shown_rows(chat, [user], [answer])
+    text = chat.render([user]) + chat.render_answer([user, answer])[1]
+    whole = np.concatenate([row.prompt_ids, row.token_ids])[:-1]
+    assert whole.tolist() == tokenizer(text, add_special_tokens=template is None)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(int(row.token_ids[-1])) == "</s>"
 
 
 def demonstrations(tmp_path: Path, *records: dict[str, Any], **fields: Any) -> list[Any]:

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +26,7 @@ import numpy as np
 
 from penstock.config import ModelConfig
 from penstock.config.demo import model_file, policy_path
+from penstock.data.decoding_table import TokenText, has_table
 from penstock.errors import UserError
 
 Message = Mapping[str, Any]
@@ -37,6 +38,8 @@ TEMPLATE_LIMIT_S = 5.0  # of processor time for one conversation; templates need
 TEMPLATE_LIMIT_MIB = 1024
 _CHECKS = 20  # of both limits, until the time is over
 _LONG_TEXT, _LONG_FACTOR = 2**20, 10  # characters, and how many times as long as its conversation
+# what a template raises; ValueError: templates with names, of which none is the default
+_TEMPLATE_FAULTS = (TypeError, ValueError, ArithmeticError, MemoryError, RecursionError)
 _CUT = "ꙮ⁂ꙮ"  # rendered text is tokenised in pieces: no token spans a cut, and templates print it
 _TOKENIZER_OR_MODEL = ("tokenizer_config.json", "config.json")
 _LONGEST_REASON = 300  # characters of what a library says of a tokenizer
@@ -90,7 +93,7 @@ def load_tokenizer(
         if not any((folder / name).is_file() for name in (*known, "vocab.txt")):
             raise UserError(
                 f"tokenizer: got the folder {str(path)!r} without a tokenizer, "
-                f"allowed: a folder with one of {', '.join(known)}"
+                f"allowed: a folder with one of {', '.join(known)}; model.tokenizer names another folder"
             )
     elif folder.is_file() or looks_like_path:
         raise UserError(
@@ -235,8 +238,11 @@ class ChatTemplate:
         if not texts:
             return []
         encoded = self.tokenizer(texts, add_special_tokens=not self.has_template, verbose=False)
+        added = 0 if self.has_template else self._added_behind
         return [
-            self.encode_text(text) if _CUT in text else np.asarray(ids, dtype=np.int32)
+            self.encode_text(text)
+            if _CUT in text
+            else np.asarray(ids[: len(ids) - added], dtype=np.int32)
             for text, ids in zip(texts, encoded["input_ids"], strict=True)
         ]
 
@@ -253,7 +259,18 @@ class ChatTemplate:
 
     def encode_rendered(self, text: str) -> np.ndarray:
         """The ids of one rendered prompt, int32, as `encode` makes them."""
-        return self.encode_text(text, add_special_tokens=not self.has_template)
+        return self.encode_text(text) if self.has_template else self.encode_plain(text)
+
+    def encode_plain(self, text: str) -> np.ndarray:
+        """The ids of a text that a response continues, int32: with what the tokenizer puts before every text."""
+        ids = self.encode_text(text, add_special_tokens=True)
+        return ids[: len(ids) - self._added_behind]
+
+    @cached_property
+    def _added_behind(self) -> int:
+        """How many ids the tokenizer puts behind every text: an end, after which nobody answers, or none."""
+        ids = self.tokenizer("a", verbose=False)["input_ids"]
+        return int(len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id)
 
     def render(
         self,
@@ -277,30 +294,42 @@ class ChatTemplate:
         answered = [*map(dict, messages), {"role": "assistant", "content": answer}]
         if not self.has_template:
             answered[-1]["content"] = self._as_content(answer).replace(_CUT, " ")
-            return self.encode_rendered(self.render(answered))
+            return self.encode_text(self.render(answered), add_special_tokens=True)
         text = self._apply_template(answered, {}, add_generation_prompt=False)
         return self.encode_rendered(text)
 
     def render_answer(
         self, messages: Sequence[Message], arguments: Mapping[str, Any] | None = None
-    ) -> tuple[str, str]:
-        """The last message as the template continues the prompt with it, and what it writes after it.
+    ) -> tuple[str, str, str]:
+        """The prompt, the last message as the template continues it, and what the template writes after that.
 
-        Special tokens that it spells are special: a model that learns the answer is to write them.
+        Special tokens that the message spells are special: a model that learns the answer is to write them.
         """
-        content = str(messages[-1]["content"])
+        content, prompt = str(messages[-1]["content"]), self.render(messages[:-1], "", arguments)
         if not self.has_template:
-            return content, ""
-        content = self._as_content(content)
-        prompt = self.render(messages[:-1], arguments=arguments)
-        whole = self._apply_template(
-            [dict(m) for m in messages], arguments or {}, add_generation_prompt=False
-        )
-        shown, text = self._special_texts.sub(lambda m: "\0" * len(m[0]), whole), content.strip()
-        start = len(prompt) if whole.startswith(prompt) else max(shown.rfind(text), 0)
+            return prompt, content, ""
+
+        def rendered(content: str) -> str:
+            answered = [*map(dict, messages[:-1]), {**messages[-1], "content": content}]
+            return self._apply_template(answered, arguments or {}, add_generation_prompt=False)
+
+        whole, text = rendered(content), self._as_content(content).strip()
+        shown = self._special_texts.sub(lambda m: "\0" * len(m[0]), whole)
+        is_continued = whole.startswith(prompt)
+        start = len(prompt) if is_continued else max(shown.rfind(text), 0)
         place = shown.rfind(text, start) if text else start  # many templates trim
-        end = len(whole) if place < 0 else place + len(text)
-        return whole[start:end].replace(_CUT, ""), whole[end:]
+        end, is_whole = place + len(text), True
+        if place < 0:  # the template has spaced a thought otherwise, or dropped it
+            probe = rendered(_PROBE)
+            end = len(whole) - (len(probe) - probe.rfind(_PROBE) - len(_PROBE))
+            is_whole = "".join(text.split()) in "".join(whole.split())
+        if is_continued and is_whole:
+            return prompt, whole[start:end].replace(_CUT, ""), whole[end:]
+        answer = (text if place < 0 else whole[start:end]).replace(_CUT, "")
+        opened = re.search(r"<\w+>(?=\s*\Z)", prompt)  # by the prompt, and again by the record
+        if opened and answer.startswith(opened[0]):
+            answer = answer.removeprefix(opened[0]).lstrip()
+        return prompt, answer, whole[end:]
 
     def _end_of_turn(self) -> str:
         """What the template writes after an answer, unless it writes the same after a question.
@@ -311,8 +340,7 @@ class ChatTemplate:
             return ""
         question, answer = ({"role": r, "content": _PROBE} for r in ("user", "assistant"))
         try:
-            ending = self.render_answer([question, answer])[1]
-            prompt = self.render([question])
+            prompt, _, ending = self.render_answer([question, answer])
         except (UserError, TypeError):  # it takes no such conversation
             return ""
         return "" if prompt.endswith(f"{_PROBE}{ending}") else ending
@@ -326,7 +354,7 @@ class ChatTemplate:
             try:
                 with limits(f"chat template of {self._folder}"):
                     text = self.tokenizer.apply_chat_template([message], tokenize=False)
-            except (TemplateError, TypeError, ArithmeticError, MemoryError, RecursionError):
+            except (TemplateError, *_TEMPLATE_FAULTS):
                 return False
             return _PROBE in text
 
@@ -353,7 +381,7 @@ class ChatTemplate:
                     tokenize=False,
                     **self._as_content(arguments),
                 )
-        except (TypeError, ArithmeticError, LookupError, MemoryError, RecursionError) as error:
+        except (*_TEMPLATE_FAULTS, LookupError) as error:
             raise UserError(
                 f"chat template of {self._folder}: {error or type(error).__name__}"
             ) from None
@@ -441,67 +469,6 @@ def response_end_ids(model: ModelConfig) -> tuple[int, ...]:
         return ChatTemplate.from_config(model).eos_ids
     except UserError:  # whoever encodes prompts reports a tokenizer that cannot be loaded
         return ()
-
-
-# -- token ids to text by a table -----------------------------------------------------------------
-
-
-def _byte_of_letter() -> dict[str, int]:
-    """The byte that each letter stands for in a byte-level vocabulary (that of GPT-2)."""
-    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    hidden = [byte for byte in range(256) if byte not in shown]
-    moved = {chr(256 + place): byte for place, byte in enumerate(hidden)}
-    return {chr(byte): byte for byte in shown} | moved
-
-
-_BYTES = _byte_of_letter()
-
-
-def _byte_level(token: str) -> bytes:
-    try:
-        return bytes([_BYTES[letter] for letter in token])
-    except KeyError:  # an added token with other letters stands for itself
-        return token.encode()
-
-
-_DECODERS: dict[str, Callable[[str], bytes]] = {"ByteLevel": _byte_level, "Fuse": str.encode}
-
-
-class TokenText(dict[int, bytes]):
-    """The bytes of each token that was seen; a new token is read from the tokenizer.
-
-    A run decodes every response, and asking the tokenizer was a third of the driver's work. Byte-level
-    tokenizers (Qwen, Llama 3, GPT) and those that only join their tokens decode each token by itself;
-    all others are asked. Special tokens stay, and nothing is cleaned up.
-    """
-
-    def __init__(self, backend: Any, dropped: Collection[int]) -> None:
-        super().__init__()
-        self._dropped, self._size = dict.fromkeys(dropped, b""), -1
-        self._token_of, self._decode = backend.id_to_token, _DECODERS[_kind(backend)]
-        self._count_tokens = backend.get_vocab_size
-
-    def __missing__(self, token_id: int) -> bytes:
-        token = self._token_of(token_id)  # None: a row of the model's head that stands for no token
-        self[token_id] = text = b"" if token is None else self._decode(token)
-        return text
-
-    def join(self, token_ids: list[int]) -> str:
-        """The text of the ids; bytes that are no UTF-8 become the replacement character."""
-        if (size := self._count_tokens()) != self._size:  # tokens were added: read all again
-            self.clear()
-            self.update(self._dropped)
-            self._size = size
-        return b"".join(map(self.__getitem__, token_ids)).decode("utf-8", "replace")
-
-
-def has_table(backend: Any) -> bool:
-    """Whether `TokenText` can decode for a tokenizer of the tokenizers package."""
-    return _kind(backend) in _DECODERS
-
-
-def _kind(backend: Any) -> str:
-    return type(getattr(backend, "decoder", None)).__name__
 
 
 # -- the tokens that end a response -------------------------------------------------------------

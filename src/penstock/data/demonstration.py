@@ -144,9 +144,20 @@ def answer_ids(
     messages: Sequence[Mapping[str, Any]],
     arguments: Mapping[str, Any] | None = None,
 ) -> np.ndarray:
-    """The ids of the last message as an answer, up to the token that ends a response there."""
-    answer, ending = chat.render_answer(messages, arguments)
-    ids = chat.encode_text(ending).tolist()
-    ends = [place for place, token in enumerate(ids) if token in chat.eos_ids]
-    end = ids[: ends[0] + 1] if ends else chat.eos_ids[:1]
-    return np.concatenate([chat.encode_text(answer), np.array(end, dtype=np.int32)])
+    """The ids of the last message as an answer, up to the token that ends a response there.
+
+    They are those that follow the prompt's: many tokenizers begin a text by itself with a space.
+    """
+    prompt, answer, ending = chat.render_answer(messages, arguments)
+    given = chat.encode_rendered(prompt)
+
+    def encode(text: str) -> np.ndarray:
+        ids = chat.encode_rendered(prompt + text)
+        follows = np.array_equal(ids[: len(given)], given)
+        return ids[len(given) :] if follows else chat.encode_text(text)
+
+    spelled, whole = encode(answer), encode(answer + ending)
+    ends = np.flatnonzero(np.isin(whole, chat.eos_ids))[np.isin(spelled, chat.eos_ids).sum() :]
+    if len(ends):
+        return whole[: ends[0] + 1]
+    return np.concatenate([spelled, np.array(chat.eos_ids[:1], dtype=np.int32)])

@@ -64,7 +64,7 @@ async def _generate(
     task = next(iter(config.tasks.values()), TaskDataConfig())
     for i, prompt in enumerate(prompts):
         if raw:
-            ids = np.asarray(chat.tokenizer(prompt)["input_ids"], np.int32)
+            ids = chat.encode_plain(prompt)
         else:
             asked = [{"role": "user", "content": prompt}]
             ids = chat.encode(asked, task.system_prompt, task.chat_template_kwargs)
