@@ -6,17 +6,21 @@ A sample runs with every test; `make test-long` walks through all of them.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from penstock.errors import UserError
 from penstock.model import packed_attention
+from penstock.model.stored_weights import persistent_buffers
 from penstock.training.model_check import check_model
 from penstock.training.pack import make_pack
 from penstock.training.policy import Policy
 from stages.tiny_architectures import UNBUILT, make, names
+from stages.training_data import from_disk
 
 CPU = torch.device("cpu")
 ONE_BY_ONE = """
@@ -101,6 +105,41 @@ def test_log_probs_and_gradients_are_the_models_own(name: str) -> None:
     plain = gradients(model)
     assert float((own - plain).norm() / plain.norm()) < 1e-3
     assert float(plain.norm()) > 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "deepseek_v3" else pytest.param(name, marks=pytest.mark.slow)
+        for name in names()
+        if name
+        not in {
+            *UNBUILT,
+            *" ".join(REFUSED.values()).split(),
+            "emu3",
+            "mllama",
+        }  # their text parts alone are no models
+    ],
+)
+def test_a_saved_model_is_the_one_that_trained(name: str, tmp_path: Path) -> None:
+    """Every tensor, also those that are no parameters, and every setting, as transformers reads them back."""
+    made = make(name)
+    with torch.no_grad():
+        for buffer_name, buffer in persistent_buffers(made).items():
+            if buffer_name.endswith("correction_bias"):
+                buffer.uniform_(0.5, 1.5)
+    made.save_pretrained(tmp_path / "before")
+    from_disk(tmp_path / "before").snapshot(tmp_path / "after")()
+    load = AutoModelForCausalLM.from_pretrained
+    before, after = load(tmp_path / "before"), load(tmp_path / "after" / "model")
+    wanted, saved = before.state_dict(), after.state_dict()
+    assert saved.keys() == wanted.keys()
+    assert all(torch.equal(saved[key], wanted[key]) for key in wanted)
+    own = {"_name_or_path", "transformers_version"}
+    settings, expected = (
+        {k: v for k, v in m.config.to_dict().items() if k not in own} for m in (after, before)
+    )
+    assert settings == expected
 
 
 def test_long_rope_of_a_models_own_code_runs_one_sequence_at_a_time() -> None:

@@ -1,5 +1,6 @@
 """The consumer: reports, digests, stop, skipped updates, checkpoints, adapters."""
 
+import json
 import threading
 from pathlib import Path
 
@@ -180,6 +181,19 @@ def test_the_saved_model_is_a_transformers_folder_with_the_published_weights(
     assert "lm_head.weight" not in published  # tied: it goes out once
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, published[name])
+
+
+def test_sampling_settings_that_transformers_refuses_to_write_are_saved_as_they_were(
+    saved_model, tmp_path
+) -> None:
+    """Llama 2 and many others have a temperature beside do_sample = false."""
+    file = saved_model / "generation_config.json"
+    settings = {"do_sample": False, "temperature": 0.6, "eos_token_id": 2}
+    file.write_text(json.dumps(settings))
+    consumer = from_disk(saved_model)
+    consumer.snapshot(tmp_path / "checkpoint")()
+    saved = json.loads((tmp_path / "checkpoint" / "model" / file.name).read_text())
+    assert settings.items() <= {"do_sample": False, **saved}.items()  # without what is the default
 
 
 def test_a_checkpoint_of_another_model_is_refused(saved_model, tmp_path) -> None:

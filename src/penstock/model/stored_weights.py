@@ -182,14 +182,15 @@ def build(
     if model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict:
         return None  # parts of such a model have another dtype
     model.tie_weights()
-    tensors = {**dict(model.named_parameters()), **_persistent_buffers(model)}
+    tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
     if not all(stored.has(name, tensor) for name, tensor in tensors.items()):
         return None
     _fill_small(model, stored, device)
     return model.eval(), stored
 
 
-def _persistent_buffers(model: Any) -> dict[str, Tensor]:
+def persistent_buffers(model: Any) -> dict[str, Tensor]:
+    """What is no parameter and stands in a model's files all the same, such as a router's correction of its scores."""
     other = {name for name, _ in model.named_non_persistent_buffers()}
     return {name: buffer for name, buffer in model.named_buffers() if name not in other}
 
@@ -198,7 +199,7 @@ def _fill_small(model: Any, stored: StoredWeights, device: torch.device) -> None
     """Read vectors and buffers, and compute the buffers that are in no file."""
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True  # so that transformers computes nothing but the others
-    buffers = _persistent_buffers(model)
+    buffers = persistent_buffers(model)
     for name, buffer in list(model.named_buffers()):
         module, _, last = name.rpartition(".")
         owner = model.get_submodule(module)

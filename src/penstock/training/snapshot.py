@@ -31,6 +31,7 @@ from penstock.config.source import to_toml
 from penstock.data.chat import load_tokenizer
 from penstock.errors import RunError, UserError
 from penstock.model.loading import quiet_transformers
+from penstock.model.stored_weights import persistent_buffers
 from penstock.model.transfer import to_host
 from penstock.training.adapters import ADAPTER
 from penstock.training.algo.controller import Controller
@@ -160,9 +161,11 @@ def load_snapshot(consumer: TrainerState, folder: Path) -> None:
 
 
 def _gathered(consumer: TrainerState) -> Tensors:
-    """The weights on the host: gathered by all ranks, kept by the first."""
+    """What a model's files hold, on the host: weights gathered by all ranks, kept by the first."""
     first = consumer.ranks.is_first
-    return {name: to_host(tensor) for name, tensor in consumer.weights() if first}
+    weights = {name: to_host(tensor) for name, tensor in consumer.weights() if first}
+    buffers = persistent_buffers(consumer.policy.model)
+    return weights | {name: to_host(tensor) for name, tensor in buffers.items() if first}
 
 
 def _shard_path(folder: Path, rank: int, world: int) -> Path:
@@ -201,9 +204,15 @@ def saved_masters(folder: Path) -> Tensors:
 
 def _save_model(consumer: TrainerState, weights: Tensors, folder: Path) -> None:
     """Write model and tokenizer as a folder that transformers' `from_pretrained` loads."""
-    config, model = consumer.config.model, consumer.policy.model
+    from transformers import GenerationConfig
+
+    config, model = consumer.config.model, copy.copy(consumer.policy.model)
+    # transformers refuses to write sampling settings that it reads, such as Llama 2's temperature
+    generation, model.generation_config = model.generation_config, GenerationConfig()
     with quiet_transformers():
         model.save_pretrained(folder, state_dict=weights)
+    if model.can_generate():
+        generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     source = config.tokenizer or resolve_model_path(config.path)
     if Path(source).is_dir() and not (Path(source) / "tokenizer_config.json").is_file():
         return  # a folder of bare weights has no tokenizer
