@@ -92,6 +92,15 @@ def test_the_average_of_the_weights_is_exported_where_there_is_one(
     assert (exported / "model.safetensors").read_text() == "averaged"
 
 
+def test_further_chat_templates_of_a_tokenizer_are_exported(run: RunFolder, tmp_path: Path) -> None:
+    step, name = run.checkpoints / "step-6", "additional_chat_templates/tool_use.jinja"
+    (step / "model" / name).parent.mkdir()
+    (step / "model" / name).write_text("{{ tools }}")
+    (step / checkpoints.MANIFEST).unlink()
+    checkpoints._write_manifest(step, 6, "a1b2" * 8)
+    assert (export_run(run, tmp_path / "out") / name).read_text() == "{{ tools }}"
+
+
 def test_an_existing_folder_is_not_overwritten_and_a_run_needs_a_checkpoint(
     run: RunFolder, tmp_path: Path
 ) -> None:

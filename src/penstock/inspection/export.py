@@ -93,12 +93,16 @@ def choose_checkpoint(folder: RunFolder, step: str | None = None) -> Checkpoint:
 def _copy_model(folder: RunFolder, checkpoint: Checkpoint, target: Path, *, adapter: bool) -> None:
     model = model_folder(checkpoint.path)
     weights = (".safetensors", ".safetensors.index.json")
-    for file in sorted(path for path in model.iterdir() if path.is_file()):
+    for file in sorted(model.rglob("*")):  # a tokenizer has a folder for further chat templates
         if file.is_symlink():
             raise UserError(f"export: {file} is a link, allowed: the files of the checkpoint")
+        place = target / file.relative_to(model)
+        if file.is_dir():
+            place.mkdir(exist_ok=True)
+            continue
         is_model = file.name.endswith(weights) or file.name in _SETTINGS_FILES
         if not adapter or not is_model:
-            shutil.copyfile(file, target / file.name)
+            shutil.copyfile(file, place)
     if adapter:
         from penstock.training.snapshot import write_adapters
 
