@@ -73,6 +73,14 @@ def test_generate_trainer_and_engine_agree(model: Path) -> None:
     assert set(end_ids(policy)) == {PAD, EOS}
 
 
+def test_a_saved_model_ends_where_its_config_does(model: Path) -> None:
+    """transformers reads config.json only if there is no generation config; some have one without an end."""
+    write_end(model, "generation_config.json", None)
+    config = Config.model_validate({"model": {"path": str(model)}})
+    policy = load_policy(str(model), config.model, torch.float32)
+    assert policy.generation_config.eos_token_id == [EOS]
+
+
 def test_the_sources_of_a_checkpoint(model: Path) -> None:
     assert ChatTemplate(load_tokenizer(model)).end_tokens.sources == {
         "tokenizer": (EOS,),

@@ -186,6 +186,7 @@ def test_weights_that_contradict_the_config_are_named_with_both_shapes(model: Pa
         {"vocab_size": -3},
         {"model_type": ["qwen3"]},
         {"rope_scaling": "x"},
+        {"quantization_config": {"quant_method": "aqlm"}},  # a package that is not installed
     ],
     ids=str,
 )

@@ -30,6 +30,7 @@ WRONG_FILES = (
     OSError,
     ValueError,
     TypeError,
+    ImportError,  # of a package for quantised weights, or for the attention that a config.json names
     LookupError,  # among others: a model that knows its own kinds of attention only
     ArithmeticError,
     AttributeError,
@@ -145,12 +146,17 @@ def _refuse_integers(model: Any, path: str, unexpected: Iterable[str]) -> None:
     """Refuse weights that are stored as whole numbers: quantised ones, whose scales nobody would apply."""
     if getattr(model.config, "quantization_config", None) is not None:
         return
-    others = {*unexpected, *(name for name, _ in model.named_buffers())}
-    others |= {name.removeprefix(f"{model.base_model_prefix}.") for name in others}
+    prefix = f"{model.base_model_prefix}."
+    others = {*unexpected, *(name.removeprefix(prefix) for name in unexpected)}
+    buffers = {
+        name.rpartition(".")[2] for name, _ in model.named_buffers()
+    }  # files have other folders
     for file in _files_of(path, "model*.safetensors"):
         with safe_open(file, framework="pt") as stored:
             for name in set(stored.keys()) - others:
-                if (dtype := stored.get_slice(name).get_dtype()).startswith(("I", "U", "BOOL")):
+                dtype = stored.get_slice(name).get_dtype()
+                is_buffer = name.rpartition(".")[2] in buffers
+                if dtype.startswith(("I", "U", "BOOL")) and not is_buffer:
                     raise UserError(
                         f"model.path: got {path!r}, whose {name} has the format {dtype} and whose config.json has no "
                         "quantization_config, allowed: weights that are floating-point numbers"
@@ -189,7 +195,7 @@ def add_end_ids(model: Any, ids: Iterable[int]) -> None:
     """Let responses of this model end at these ids too; a saved model keeps them."""
     own = end_ids(model)
     ends = tuple(dict.fromkeys((*own, *_in_vocabulary(model, ids))))
-    if ends != own:
+    if ends and (ends != own or model.generation_config.eos_token_id is None):
         model.generation_config.eos_token_id = list(ends)
 
 
