@@ -262,6 +262,7 @@ LINE = {"messages": {"role": "user", "content": "1+1"}, "gt_answer": "2"}
         (["no/such.toml"], "no/such.toml"),
         (["model.path=./nowhere"], "model.path: got './nowhere'"),
         (["model.path=."], "a model folder (one with config.json)"),
+        (["model.path=lora"], "got 'lora', adapters without their model (peft's merge_and_unload"),
         (["tasks.train.data=missing.jsonl"], "missing.jsonl"),
         (["tasks.train.data=empty.jsonl"], "empty"),
         (["tasks.train.data=bad.jsonl"], "bad.jsonl"),
@@ -315,6 +316,8 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_leaves_no_run_folder(
     write_lines(tmp_path / "empty.jsonl")
     write_lines(tmp_path / "bad.jsonl", LINE, "{not json")
     write_lines(tmp_path / "good.jsonl", LINE)
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
     own = "def by_level(response, level): ...", "def vague(a, b): ..."
     write_lines(tmp_path / "mine.py", *own)
     assert run(monkeypatch, "train", *overrides) == 2

@@ -190,8 +190,8 @@ def check_request(
     for ids in (request.prompt_ids, request.response_ids):
         if vocabulary and len(ids) and not (ids.min() >= 0 and ids.max() < vocabulary):
             raise UserError(
-                f"{name}: got token ids from {ids.min()} to {ids.max()}, "
-                f"allowed: 0 to {vocabulary - 1}"
+                f"{name}: got token ids from {ids.min()} to {ids.max()}, allowed: 0 to {vocabulary - 1}, the rows of "
+                "the model's embeddings (a tokenizer that got tokens needs a model that was resized to it)"
             )
     if vocabulary and any(not 0 <= stop < vocabulary for stop in sampling.stop_token_ids):
         raise UserError(

@@ -226,8 +226,12 @@ def check_model(path: str, key: str) -> None:
         return
     if folder.exists():
         if not (folder / "config.json").is_file() and key != "model.tokenizer":
+            lone = ""
+            if (folder / "adapter_config.json").is_file():
+                lone = ", adapters without their model (peft's merge_and_unload puts them into it)"
             raise UserError(
-                f"{key}: got {path!r}, allowed: a model folder (one with config.json), a checkpoint, or a run that has one"
+                f"{key}: got {path!r}{lone}, allowed: a model folder (one with config.json), a checkpoint, or a run "
+                "that has one"
             )
     elif not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
         raise UserError(

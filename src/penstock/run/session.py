@@ -416,7 +416,11 @@ def _model_config(path: str | None, overrides: Sequence[str], trusted: bool) -> 
     # a path that is not there and looks like the hub name of a model, owner/name
     there = Path(path.partition("/")[0]).exists() or (Path("runs") / path).exists()
     is_hub_name = path.count("/") == 1 and path[0] not in "./~" and not there
-    if path == "demo" or (Path(path) / "config.json").is_file() or is_hub_name:
+    known = (
+        "config.json",
+        "adapter_config.json",
+    )  # adapters are refused by what looks at model.path
+    if path == "demo" or any((Path(path) / name).is_file() for name in known) or is_hub_name:
         return trust.load_trusted(None, [f"model.path={path}", *overrides], bare=True)
     try:
         folder = run_folder.find(path)
