@@ -4,8 +4,8 @@ The vocabulary is the largest axis of a language model, so the output head runs 
 The gradient of a token's log-prob with respect to its logits needs nothing that comes later: the forward
 pass computes it beside the log-probs and keeps it if it fits; the backward pass only scales the hidden
 states and the result of its two matrix products. Otherwise each chunk's logits are computed again in
-backward. On a GPU a kernel (`head_kernels.py`) does the arithmetic around the products, on a CPU
-`chunk_logprobs_`, a few rows at a time. If each tensor rank has a slice of the vocabulary, no rank holds a
+backward. `chunk_logprobs_` does the arithmetic around the products, on a GPU a kernel (`head_kernels.py`) where
+no ranks share a row and no tokens were cut. If each tensor rank has a slice of the vocabulary, no rank holds a
 whole row of logits: maxima and sums are taken over the ranks.
 """
 
@@ -159,7 +159,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropies_N = torch.empty_like(logprobs_N)
         keep = any(ctx.needs_input_grad[:3]) and axis is None and _fits(hidden_ND, vocabulary)
         score_chunk = _chunk_function(hidden_ND, axis, kept)
-        if keep and score_chunk is not chunk_logprobs:
+        if keep:
             chunk_tokens = max(count, 1)  # in place: one chunk needs no more memory than many
         gradients: list[Tensor] = []
         for start in range(0, count, chunk_tokens):
@@ -263,16 +263,11 @@ def warm_up(
 def _chunk_function(
     hidden_ND: Tensor, axis: Axis | None, kept: Kept | None
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
-    """How a chunk's logits become log-probs: in place, if there is a way and no rank is asked.
-
-    The kernel knows no kept tokens: plain torch scores them.
-    """
-    if axis is not None or (kept is not None and hidden_ND.is_cuda):
-        return chunk_logprobs
-    if hidden_ND.is_cpu and hidden_ND.dtype in (torch.float32, torch.float64):
+    """How a chunk's logits become log-probs: by the kernel where it can."""
+    if axis is not None or kept is not None or not hidden_ND.is_cuda:
         return chunk_logprobs_
-    if not hidden_ND.is_cuda or hidden_ND.dtype == torch.float64:
-        return chunk_logprobs
+    if hidden_ND.dtype == torch.float64:
+        return chunk_logprobs_
     from penstock.model.kernels import head_kernels
 
     return head_kernels.chunk_logprobs_
@@ -311,79 +306,6 @@ def without_chance(
     return dropped_CV
 
 
-def chunk_logprobs(
-    raw_CV: Tensor,
-    targets_C: Tensor,
-    temperatures_C: Tensor,
-    scale: float,
-    softcap: float | None,
-    banned: tuple[Tensor, Tensor] | None,
-    gradient: bool,
-    axis: Axis | None,
-    kept: Kept | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(log-probs, entropies, gradient or None) of one chunk; with an axis, over its ranks.
-
-    The gradient is that of each token's log-prob with respect to its logits, before the factors of
-    temperature and scale: one at the target, minus the probabilities.
-    """
-    capped_CV = raw_CV.to(torch.promote_types(raw_CV.dtype, torch.float32))
-    if scale != 1.0:
-        capped_CV = capped_CV * scale
-    if softcap is not None:
-        capped_CV = softcap * torch.tanh(capped_CV / softcap)
-    logits_CV = capped_CV
-    if not (raw_CV.is_cpu and bool((temperatures_C == 1).all())):  # a pass over all logits
-        logits_CV = capped_CV / temperatures_C[:, None]
-    dropped_CV = without_chance(banned, kept, logits_CV)
-    if dropped_CV is not None:
-        logits_CV = logits_CV.masked_fill(dropped_CV, NO_CHANCE)
-    peak_C1 = logits_CV.amax(-1, keepdim=True)
-    shifted_CV = logits_CV - (peak_C1 if axis is None else all_max(peak_C1, axis))
-    weight_CV = shifted_CV.exp()  # the costliest operation on a CPU: once per logit
-    total_C, weighted_C = weight_CV.sum(-1), _row_products(weight_CV, shifted_CV)
-    if axis is None:
-        target_C = shifted_CV.gather(-1, targets_C[:, None]).squeeze(-1)
-    else:
-        target_C = _own_targets(shifted_CV, targets_C)
-        total_C, weighted_C, target_C = all_sum(torch.stack([total_C, weighted_C, target_C]), axis)
-    log_total_C = total_C.log()
-    logprob_C, entropy_C = target_C - log_total_C, log_total_C - weighted_C / total_C
-    if not gradient:
-        return logprob_C, entropy_C, None
-    fused = raw_CV.is_cuda or axis is not None  # targets of other ranks have no column
-    gradient_CV = _minus_probabilities(weight_CV, total_C, targets_C, fused=fused)
-    if softcap is not None:
-        gradient_CV = gradient_CV * (1 - (capped_CV / softcap).square())
-    return logprob_C, entropy_C, gradient_CV.to(raw_CV.dtype)
-
-
-def _own_targets(values_CV: Tensor, targets_C: Tensor) -> Tensor:
-    """The values at the targets in this rank's slice; 0 for the targets of other ranks."""
-    own_C = (targets_C >= 0) & (targets_C < values_CV.shape[1])
-    found_C1 = values_CV.gather(-1, targets_C.masked_fill(~own_C, 0)[:, None])
-    return found_C1.squeeze(-1).masked_fill(~own_C, 0)
-
-
-def _row_products(left_CV: Tensor, right_CV: Tensor) -> Tensor:
-    """The dot product of each pair of rows."""
-    if left_CV.is_cuda:
-        return torch.linalg.vecdot(left_CV, right_CV)  # fuses
-    return torch.bmm(left_CV[:, None, :], right_CV[:, :, None])[:, 0, 0]  # makes no third table
-
-
-def _minus_probabilities(
-    weight_CV: Tensor, total_C: Tensor, targets_C: Tensor, *, fused: bool
-) -> Tensor:
-    """One at each target, minus weight / total; `fused` is the form to compile."""
-    if fused:
-        columns_V = torch.arange(weight_CV.shape[1], device=weight_CV.device)
-        chosen_CV = columns_V[None, :] == targets_C[:, None]
-        return chosen_CV.to(weight_CV.dtype) - weight_CV / total_C[:, None]
-    one_C1 = torch.ones_like(total_C)[:, None]
-    return weight_CV.mul_(-1 / total_C[:, None]).scatter_add_(-1, targets_C[:, None], one_C1)
-
-
 def _add_product(
     total_VD: Tensor | None, gradient_CV: Tensor, hidden_CD: Tensor, *, last: bool
 ) -> Tensor:
@@ -407,23 +329,26 @@ def chunk_logprobs_(
     softcap: float | None,
     banned: tuple[Tensor, Tensor] | None,
     gradient: bool,
-    axis: None,
+    axis: Axis | None,
     kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute `chunk_logprobs` on a CPU, a few rows at a time, for rows that no ranks share.
+    """(log-probs, entropies, gradient or None) of one chunk; with an axis, over its ranks.
 
-    Rows of logits stay in the CPU's cache until their log-probs, entropies and gradients are known. The raw
-    logits are overwritten; with `gradient` they are replaced by it.
+    The gradient is that of each token's log-prob with respect to its logits, before the factors of
+    temperature and scale: one at the target, minus the probabilities. It replaces the raw logits, which are
+    overwritten in any case. A few rows at a time stay in a CPU's cache until all is known of them.
     """
-    assert axis is None
     count, vocabulary = raw_CV.shape
-    logprob_C, entropy_C = raw_CV.new_empty(count), raw_CV.new_empty(count)
-    block = max(1, BLOCK_ELEMENTS // vocabulary)
-    scratch_BV = raw_CV.new_empty(min(block, count), vocabulary)
-    warm = not bool((temperatures_C == 1).all())
+    exact = torch.promote_types(raw_CV.dtype, torch.float32)
+    logprob_C, entropy_C = raw_CV.new_empty(2, count, dtype=exact)
+    elements = BLOCK_ELEMENTS if raw_CV.is_cpu else CHUNK_ELEMENTS_GPU
+    # the ranks' slices differ in size: they agree on chunks alone
+    block = max(1, elements // vocabulary if axis is None else count)
+    scratch_BV = raw_CV.new_empty(min(block, count), vocabulary, dtype=exact)
+    warm = not (raw_CV.is_cpu and bool((temperatures_C == 1).all()))
     for start in range(0, count, block):
         part = slice(start, start + block)
-        rows_BV, slope_BV = raw_CV[part], None
+        rows_BV, slope_BV = raw_CV[part].to(exact), None
         shifted_BV = scratch_BV[: len(rows_BV)]
         if scale != 1.0:
             rows_BV.mul_(scale)
@@ -437,17 +362,26 @@ def chunk_logprobs_(
             rows_BV[banned[0][part].nonzero(), banned[1]] = NO_CHANCE
         if kept is not None:
             rows_BV.masked_fill_(kept[start : start + len(rows_BV)].dropped(vocabulary), NO_CHANCE)
-        torch.sub(rows_BV, rows_BV.amax(-1, keepdim=True), out=shifted_BV)
+        peak_B1 = rows_BV.amax(-1, keepdim=True)
+        peak_B1 = peak_B1 if axis is None else all_max(peak_B1, axis)
+        torch.sub(rows_BV, peak_B1, out=shifted_BV)
         target_B1 = targets_C[part, None]
-        chosen_B = shifted_BV.gather(-1, target_B1)[:, 0]
+        one_B1 = torch.ones_like(target_B1, dtype=exact)
+        if axis is not None:  # other ranks' targets have no column here
+            own_B1 = (target_B1 >= 0) & (target_B1 < vocabulary)
+            target_B1, one_B1 = target_B1 * own_B1, one_B1 * own_B1
+        chosen_B = shifted_BV.gather(-1, target_B1).masked_fill(one_B1 == 0, 0)[:, 0]
         weight_BV = exp_into(shifted_BV, rows_BV)  # the costliest operation: once per logit
-        total_B = weight_BV.sum(-1)
+        sums = weight_BV.sum(-1), shifted_BV.mul_(weight_BV).sum(-1), chosen_B
+        total_B, weighted_B, chosen_B = sums if axis is None else all_sum(torch.stack(sums), axis)
         log_total_B = total_B.log()
         logprob_C[part] = chosen_B - log_total_B
-        entropy_C[part] = log_total_B - shifted_BV.mul_(weight_BV).sum(-1) / total_B
+        entropy_C[part] = log_total_B - weighted_B / total_B
         if gradient:
             weight_BV.mul_(-1 / total_B[:, None])
-            weight_BV.scatter_add_(-1, target_B1, torch.ones_like(chosen_B)[:, None])
+            weight_BV.scatter_add_(-1, target_B1, one_B1)
             if slope_BV is not None:
                 weight_BV.mul_(slope_BV)
+            if exact != raw_CV.dtype:
+                raw_CV[part] = weight_BV
     return logprob_C, entropy_C, raw_CV if gradient else None

@@ -2,7 +2,7 @@
 """A Triton kernel for the arithmetic between the matrix products of the output head.
 
 One program per token reads its row of raw logits, and replaces the row by the gradient if that is wanted.
-`logprobs.py` computes the same in plain torch (`chunk_logprobs`), and tests compare the two. Imported only if
+`logprobs.py` computes the same in plain torch (`chunk_logprobs_`), and tests compare the two. Imported only if
 the model is on a GPU.
 """
 
@@ -106,7 +106,7 @@ def chunk_logprobs_(
     gradient: bool,
     axis: None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute `chunk_logprobs` of `logprobs.py` for rows that no ranks share.
+    """Compute `chunk_logprobs_` of `logprobs.py` for rows that no ranks share.
 
     With `gradient`, the raw logits are replaced by it.
     """
