@@ -363,7 +363,7 @@ def test_without_a_reload_call_it_is_for_evaluation_only() -> None:
 )
 def test_a_wrong_option_is_refused(option: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
-        check_options(OpenAIOptions, OpenAIOptions.__dataclass_fields__, option)
+        check_options(OpenAIOptions, option)
 
 
 def test_no_server_says_so() -> None:

@@ -209,11 +209,9 @@ def check_request(
         )
 
 
-def check_options(
-    settings: type[Any], names: Iterable[str], options: dict[str, Any]
-) -> dict[str, Any]:
+def check_options(settings: type[Any], options: dict[str, Any]) -> dict[str, Any]:
     """[engine.options] if `settings` has a field of that name and type for every key."""
-    allowed = {f.name: f for f in fields(settings) if f.name in set(names)}
+    allowed = {f.name: f for f in fields(settings)}
     for key, value in options.items():
         if key not in allowed:
             raise UserError(f"engine.options: got {key!r}, allowed: {', '.join(allowed)}")

@@ -70,7 +70,7 @@ class OpenAIOptions:
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
-        options = dict(check_options(cls, cls.__dataclass_fields__, config.engine.options))
+        options = dict(check_options(cls, config.engine.options))
         if "urls" in options:
             options["urls"] = tuple(
                 server_url("engine.options.urls", url) for url in options["urls"]

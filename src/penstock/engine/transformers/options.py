@@ -8,7 +8,7 @@ and workers can build an engine without the config tree.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -76,8 +76,21 @@ def _steps_ahead(config: Config, task: str) -> float:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class TransformersOptions:
-    """Settings that the engine reads from the config; the last block is [engine.options]."""
+class UserOptions:
+    """[engine.options] of the transformers engine."""
+
+    max_tokens_in_flight: int = 0  # prompts and responses; 0: as slots and memory can hold
+    prefill_rows: int = 0  # most prompt tokens to prefill in one step; 0: chosen by the device
+    fuse: bool = True  # run the decoder of the model's family, not the model's own code
+    pack: bool = True  # on a CPU: keep a second copy of the weights in its library's layout
+    cuda_graphs: bool = True
+    kv_memory_share: float = 0.6  # share of the device's free memory for keys and values
+    router_replay: bool = False  # record the experts of each token, which the trainer then takes
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TransformersOptions(UserOptions):
+    """Settings that the engine reads from the config."""
 
     path: str = ""
     tokenizer: str = ""
@@ -92,24 +105,8 @@ class TransformersOptions:
         False  # sessions go on over new weights with the keys and values they have
     )
     adapters: bool = False  # hold adapters beside the model, which requests name
-    # [engine.options]
-    max_tokens_in_flight: int = 0  # prompts and responses; 0: as slots and memory can hold
-    prefill_rows: int = 0  # most prompt tokens to prefill in one step; 0: chosen by the device
-    fuse: bool = True  # run the decoder of the model's family, not the model's own code
-    pack: bool = True  # on a CPU: keep a second copy of the weights in its library's layout
-    cuda_graphs: bool = True
-    kv_memory_share: float = 0.6  # share of the device's free memory for keys and values
-    router_replay: bool = False  # record the experts of each token, which the trainer then takes
 
-    OPTION_NAMES = (
-        "max_tokens_in_flight",
-        "prefill_rows",
-        "fuse",
-        "pack",
-        "cuda_graphs",
-        "kv_memory_share",
-        "router_replay",
-    )
+    OPTION_NAMES = tuple(field.name for field in fields(UserOptions))
 
     @property
     def prefill_limit(self) -> int:
@@ -133,7 +130,7 @@ class TransformersOptions:
             load=Load.of(config, index, torch.cuda.device_count()),
             threads=config.engine.threads,
             keep_sessions=config.sync.on_update == "keep",
-            **check_options(cls, cls.OPTION_NAMES, config.engine.options),
+            **check_options(UserOptions, config.engine.options),
         )
 
 

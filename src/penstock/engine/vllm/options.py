@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from penstock.engine.protocol import check_options
@@ -16,15 +16,9 @@ _SLOTS = 256
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class VllmOptions:
-    """Settings that the engine reads from the config; the last block is [engine.options]."""
+class UserOptions:
+    """[engine.options] of the vllm engine."""
 
-    path: str
-    tokenizer: str = ""
-    dtype: str = "auto"
-    trust_remote_code: bool = False
-    max_slots: int = _SLOTS
-    # [engine.options]
     tensor_parallel_size: int = 1
     max_model_len: int = 0  # most tokens of a request; 0: the model's limit
     gpu_memory_utilization: float = 0.9
@@ -35,22 +29,23 @@ class VllmOptions:
     transfer_timeout_s: float = 300.0  # longest wait to join a group, or for a transfer's step
     extra: dict[str, Any] = field(default_factory=dict)  # further AsyncEngineArgs
 
-    OPTION_NAMES = (
-        "tensor_parallel_size",
-        "max_model_len",
-        "gpu_memory_utilization",
-        "enforce_eager",
-        "transfer",
-        "transfer_folder",
-        "transfer_address",
-        "transfer_timeout_s",
-        "extra",
-    )
-
     def __post_init__(self) -> None:
         if self.transfer not in get_args(Transfer):
             allowed = ", ".join(get_args(Transfer))
             raise UserError(f"engine.options.transfer: got {self.transfer!r}, allowed: {allowed}")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class VllmOptions(UserOptions):
+    """Settings that the engine reads from the config."""
+
+    path: str
+    tokenizer: str = ""
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    max_slots: int = _SLOTS
+
+    OPTION_NAMES = tuple(field.name for field in fields(UserOptions))
 
     @classmethod
     def from_config(cls, config: Config, *, has_gpu: bool) -> Self:
@@ -63,7 +58,7 @@ class VllmOptions:
             dtype="float32" if dtype == "auto" and not has_gpu else dtype,
             trust_remote_code=config.model.trust_remote_code,
             max_slots=config.engine.max_slots or _SLOTS,
-            **check_options(cls, cls.OPTION_NAMES, config.engine.options),
+            **check_options(UserOptions, config.engine.options),
         )
 
     def engine_arguments(self) -> dict[str, Any]:
