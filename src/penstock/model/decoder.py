@@ -84,15 +84,15 @@ def run_layer(
 
 def logits(family: Family, weights: Weights, hidden_KD: Tensor) -> Tensor:
     """The logits of normalised hidden states."""
-    return scaled_logits(family, weights.head(hidden_KD))
+    return scaled_logits(weights.head(hidden_KD), family.logit_scale, family.logit_cap)
 
 
-def scaled_logits(family: Family, logits_KV: Tensor) -> Tensor:
+def scaled_logits(logits_KV: Tensor, scale: float, cap: float | None) -> Tensor:
     """Logits from the product of the head."""
-    if family.logit_scale != 1.0:
-        logits_KV = logits_KV * family.logit_scale
-    if family.logit_cap is not None:
-        logits_KV = torch.tanh(logits_KV / family.logit_cap) * family.logit_cap
+    if scale != 1.0:
+        logits_KV = logits_KV * scale
+    if cap is not None:
+        logits_KV = torch.tanh(logits_KV / cap) * cap
     return logits_KV
 
 

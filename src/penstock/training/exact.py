@@ -40,7 +40,7 @@ from penstock.model.kernels.trained_products import TrainProducts
 from penstock.model.ops import Ops, TorchOps
 from penstock.model.packed_attention import PackedStep, PackLayout, by_block
 from penstock.model.sampling import RowSampling, sample
-from penstock.training.logprobs import ExactScores, banned_here, without_chance
+from penstock.training.logprobs import ExactScores, banned_here
 from penstock.training.pack import Kept, Pack
 
 _LOGITS = 1 << 25  # that are scored at once where some have no chance
@@ -150,13 +150,13 @@ class ExactForward:
     ) -> Tensor:
         """The log-probs of tokens; a few at a time where top_k or top_p left some ids only."""
         chunk = max(1, len(raw_CV) if kept is None else _LOGITS // raw_CV.shape[1])
+        scale, cap = self._family.logit_scale, self._family.logit_cap
         parts = [raw_CV.new_zeros(0, dtype=torch.float32)]
         for start in range(0, len(raw_CV), chunk):
             part = slice(start, start + chunk)
-            logits_PV = scaled_logits(self._family, raw_CV[part])
+            logits_PV = scaled_logits(raw_CV[part], scale, cap)
             if kept is not None:
-                dropped_PV = without_chance(None, kept[start : start + len(logits_PV)], logits_PV)
-                assert dropped_PV is not None
+                dropped_PV = kept[start : start + len(logits_PV)].dropped(logits_PV.shape[1])
                 logits_PV = logits_PV.masked_fill(dropped_PV, -torch.inf)
             with _without(banned, part, logits_PV):
                 parts.append(self._how.logprobs(logits_PV, target_C[part], temperature_C[part]))

@@ -293,19 +293,6 @@ def _kept_part(kept: Kept | None, part: slice) -> dict[str, Kept]:
     return {"kept": kept[min(part.start, count) : min(part.stop, count)]}
 
 
-def without_chance(
-    banned: tuple[Tensor, Tensor] | None, kept: Kept | None, like_CV: Tensor
-) -> Tensor | None:
-    """bool [tokens, vocabulary]: what no token was sampled from; None: it was from all."""
-    vocabulary = like_CV.shape[1]
-    dropped_CV = None if kept is None else kept.dropped(vocabulary)
-    if banned is not None:
-        column_V1 = torch.arange(vocabulary, device=like_CV.device)[:, None]
-        early_CV = banned[0][:, None] & (column_V1 == banned[1]).any(1)[None, :]
-        dropped_CV = early_CV if dropped_CV is None else dropped_CV | early_CV
-    return dropped_CV
-
-
 def _add_product(
     total_VD: Tensor | None, gradient_CV: Tensor, hidden_CD: Tensor, *, last: bool
 ) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from penstock.training.logprobs import NO_CHANCE, LogitRule, without_chance
+from penstock.model.decoder import scaled_logits
+from penstock.training.logprobs import NO_CHANCE, LogitRule
 from penstock.training.pack import Kept
 
 CHUNK_ELEMENTS_CPU = 1 << 22
@@ -89,7 +90,7 @@ def terms_of(
             for n, head in enumerate(heads)
         ]
         early = None if banned is None or ids is None else (banned[0][part], ids)
-        dropped_CV = without_chance(early, kept and kept[start : start + len(logs[0])], logs[0])
+        dropped_CV = _without_chance(early, kept and kept[start : start + len(logs[0])], logs[0])
         if dropped_CV is not None:
             logs = [log.masked_fill(dropped_CV, NO_CHANCE).log_softmax(-1) for log in logs]
         return term(kind, logs[0], logs[1] if len(logs) > 1 else None)
@@ -103,11 +104,21 @@ def terms_of(
     return torch.cat(parts) if parts else (policy.hidden_ND @ policy.weight_VD.t()).sum(-1)
 
 
+def _without_chance(
+    banned: tuple[Tensor, Tensor] | None, kept: Kept | None, like_CV: Tensor
+) -> Tensor | None:
+    """bool [tokens, vocabulary]: what no token was sampled from; None: it was from all."""
+    vocabulary = like_CV.shape[1]
+    dropped_CV = None if kept is None else kept.dropped(vocabulary)
+    if banned is not None:
+        column_V1 = torch.arange(vocabulary, device=like_CV.device)[:, None]
+        early_CV = banned[0][:, None] & (column_V1 == banned[1]).any(1)[None, :]
+        dropped_CV = early_CV if dropped_CV is None else dropped_CV | early_CV
+    return dropped_CV
+
+
 def _log_probs(hidden_CD: Tensor, weight_VD: Tensor, head: HeadInputs, t_C: Tensor) -> Tensor:
     logits_CV = linear(hidden_CD, weight_VD, head.bias_V)
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-    if head.rule.scale != 1.0:
-        logits_CV = logits_CV * head.rule.scale
-    if head.rule.softcap is not None:
-        logits_CV = head.rule.softcap * torch.tanh(logits_CV / head.rule.softcap)
+    logits_CV = scaled_logits(logits_CV, head.rule.scale, head.rule.softcap)
     return torch.log_softmax(logits_CV / t_C[:, None], -1)
