@@ -98,6 +98,14 @@ def test_updates_without_a_part_s_tokens_are_not_in_its_loss() -> None:
     assert "loss/demonstration" not in consumer_of(config).train(of_task(batch, "maths")).metrics
 
 
+def test_a_step_without_any_token_to_train_has_a_loss_of_zero() -> None:
+    config = config_of(algorithm={"name": "dapo"}, tasks={"maths": {}})
+    batch = of_task(mixed_batch(), "maths")
+    for rollout in batch.rollouts:
+        rollout.finish_reason = "length"
+    assert consumer_of(config).train(batch).metrics["loss/policy"] == 0.0
+
+
 def test_a_batch_without_a_task_s_groups_trains_the_others() -> None:
     batch = of_task(mixed_batch(), "maths")
     got = gradient_of(config_of(tasks=TASKS), batch, model=exact_model())

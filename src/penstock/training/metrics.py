@@ -87,8 +87,9 @@ def step_metrics(parts: Sequence[LossPart], ranks: Ranks) -> dict[str, float]:
         metrics["importance/ess"] = metrics["importance/mean"] ** 2 / square
     for part in parts:
         losses.setdefault(part.name, []).extend(part.stats.losses)
-    counted = {name: values for name, values in losses.items() if not np.isnan(values).all()}
-    metrics |= {f"loss/{name}": mean_of_finite(values) for name, values in counted.items()}
+    trained = {name: values for name, values in losses.items() if not np.isnan(values).all()}
+    # a step without a token to train has a loss of 0
+    metrics |= {f"loss/{name}": mean_of_finite(of) for name, of in (trained or losses).items()}
     metrics |= _log_gap_by_staleness(sampled, ranks)
     metrics["tokens/trained"] = ranks.sum_of(sum(part.flat.num_tokens for part in parts))
     return metrics
