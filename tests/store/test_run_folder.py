@@ -30,7 +30,9 @@ def test_a_folder_that_is_not_a_run_is_left_alone(tmp_path: Path) -> None:
     thesis = tmp_path / "thesis" / "chapter-1.tex"
     thesis.parent.mkdir()
     thesis.write_text("years of work")
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(
+        UserError, match=r"exists already and is no run; allowed: another run\.name$"
+    ):
         run_folder.create(named(tmp_path, "thesis"))
     assert thesis.read_text() == "years of work"
 

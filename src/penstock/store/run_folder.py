@@ -337,9 +337,11 @@ def create(
             break
         except FileExistsError:
             if name:
+                is_run = (path / CONFIG).exists()
+                way = f", or continue it with: penstock resume {pasted(path)}" if is_run else ""
                 raise UserError(
-                    f"run.name: {path} exists already; allowed: another run.name, "
-                    f"or continue it with: penstock resume {pasted(path)}"
+                    f"run.name: {path} exists already{'' if is_run else ' and is no run'}; "
+                    f"allowed: another run.name{way}"
                 ) from None
             path = parent / f"{_automatic_name(config)}-{number}"
         except OSError as error:
