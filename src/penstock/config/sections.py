@@ -153,7 +153,7 @@ class TaskConfig(TaskDataConfig):
     algorithm: dict[str, Any] = {}
     """Fields of [algorithm] that differ for this task, or the name of another algorithm, which begins with its own defaults."""
     teacher_template: str = ""
-    """The last user message as the policy reads it when it is its own teacher, with {prompt}, {answer}, {feedback} and fields of the data (docs/teach.md)."""
+    """The last user message as the policy reads it when it is its own teacher, with {prompt}, {answer}, {feedback} and fields of the data (docs/distill.md)."""
 
     @model_validator(mode="after")
     def _difficulty_is_known(self) -> Self:
@@ -366,7 +366,7 @@ class AlgorithmConfig(Section):
     entropy_target: float | None = Field(None, gt=0)
     """Mean entropy of a token, in nats, to which entropy_beta is adapted after every step; None: it is not."""
     teacher: str | None = None
-    """Name of one of [teachers]; with distill the only one who teaches, else beside the rewards (docs/teach.md)."""
+    """Name of one of [teachers]; with distill the only one who teaches, else beside the rewards (docs/distill.md)."""
     teacher_beta: float | None = Field(None, ge=0)
     """Factor of the divergence from the teacher; None: 1 for distill, else 0."""
     divergence: Literal["sampled", "forward", "reverse", "jsd"] | None = None
