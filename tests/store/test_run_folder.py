@@ -42,6 +42,7 @@ def test_commands_that_a_line_advises_name_their_paths_as_a_shell_reads_them(
 ) -> None:
     run = tmp_path / "my läufe" / "run 1"
     (run / "x").mkdir(parents=True)
+    (run / "config.toml").touch()
     with pytest.raises(UserError) as raised:
         run_folder.create(named(run.parent, run.name))
     assert shlex.split(str(raised.value))[-3:] == ["penstock", "resume", str(run)]
