@@ -361,7 +361,10 @@ async def open_fork(folder: RunFolder, notes: Notes | None = None) -> AsyncItera
 
 def _check_parent(recorded: Journal, origin: Origin) -> None:
     """Raise if the journal is not the one that was forked. A step that was redone on a GPU may have two digests."""
-    sql = "SELECT step FROM steps WHERE (step, digest) = (?1, ?2) UNION SELECT version FROM weights WHERE (version, digest) = (?1, ?2)"
+    sql = (
+        "SELECT step FROM steps WHERE (step, digest) = (?1, ?2) "
+        "UNION SELECT version FROM weights WHERE (version, digest) = (?1, ?2)"
+    )
     if not recorded.query(sql, (origin.steps, origin.digest)):
         raise RunError(
             f"fork of {origin.run}: got another run there than the one that was forked, allowed: that one; fork again"

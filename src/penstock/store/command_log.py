@@ -90,10 +90,8 @@ class CommandLog:
     """Reads and writes the file."""
 
     def __init__(self, path: Path, *, readonly: bool = False, brief: bool = False) -> None:
-        self._path, self._file = (
-            path,
-            open_database(path, readonly=readonly, brief=brief, kind=_LOG),
-        )
+        self._path = path
+        self._file = open_database(path, readonly=readonly, brief=brief, kind=_LOG)
 
     @classmethod
     @contextmanager
