@@ -197,8 +197,8 @@ def test_the_command_answers_as_table_json_and_picture(
     assert penstock(monkeypatch, "--check", str(run)) == 0
     assert "points" in capsys.readouterr().out
     for option in ("--picture", "--save-profile"):
-        assert penstock(monkeypatch, "--profile", "p.json", "--steps", "1", option, "no/x") == 2
-        assert "cannot write no/x" in capsys.readouterr().err
+        assert penstock(monkeypatch, "--profile", "p.json", "--steps", "1", option, "p.json/x") == 2
+        assert "cannot write p.json/x" in capsys.readouterr().err  # p.json is no folder
     assert penstock(monkeypatch, "--profile", "p.json", "--nodes", "none") == 2
     assert penstock(monkeypatch, "--profile", "p.json", "--vary", "max_staleness") == 2
 
