@@ -333,7 +333,7 @@ def test_an_existing_run_is_not_overwritten(
 ) -> None:
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
-    write_lines(folder / "metrics.jsonl", {"step": 1})
+    (folder / "config.toml").touch()
     assert run(monkeypatch, "train", "run.name=mine") == 2
     assert "penstock resume" in capsys.readouterr().err
 
