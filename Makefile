@@ -40,8 +40,9 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --
 test: $(DEV_STAMP)  ## format, lint and types, beside every quick test that needs no Ray cluster and no vLLM
 	$(MAKE) --no-print-directory -j 2 check tests
 
+# three processes on two cores: a quarter of these tests' time is waiting
 tests: $(DEV_STAMP)
-	$(PYTEST) -m "not ray and not slow"
+	$(PYTEST) -n 3 -m "not ray and not slow"
 
 PART ?= 1/1
 
