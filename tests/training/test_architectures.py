@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from penstock.errors import UserError
@@ -140,6 +141,16 @@ def test_a_saved_model_is_the_one_that_trained(name: str, tmp_path: Path) -> Non
         {k: v for k, v in m.config.to_dict().items() if k not in own} for m in (after, before)
     )
     assert settings == expected
+
+
+def test_the_first_stage_of_a_pipeline_writes_the_buffers_of_all_layers(tmp_path: Path) -> None:
+    made = make("deepseek_v3")
+    made.save_pretrained(tmp_path / "before")
+    consumer = from_disk(tmp_path / "before")
+    consumer.policy.body.layers = torch.nn.ModuleList()  # they went to other ranks
+    consumer.snapshot(tmp_path / "after")()
+    with safe_open(tmp_path / "after" / "model" / "model.safetensors", "pt") as file:
+        assert persistent_buffers(made).keys() <= set(file.keys())
 
 
 def test_long_rope_of_a_models_own_code_runs_one_sequence_at_a_time() -> None:

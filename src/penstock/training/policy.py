@@ -38,7 +38,7 @@ from penstock.model.loading import (
 )
 from penstock.model.ops import Ops, TorchOps
 from penstock.model.parallel_plan import check_stages, tensor_plan
-from penstock.model.stored_weights import StoredWeights, build, fill
+from penstock.model.stored_weights import StoredWeights, build, fill, persistent_buffers
 from penstock.training.adapters import ADAPTER, adapter_names
 from penstock.training.dither import HALF_FORMATS, WHOLE, Place, dither_, dither_key
 from penstock.training.exact import ExactForward
@@ -76,6 +76,7 @@ class Policy(nn.Module):
         self.family = family_of(model.config, self.longest)
         self._is_whole = is_whole  # it has all weights, or had them before it was divided
         self._checkpoints = False
+        self.stored_buffers = persistent_buffers(model)  # of all stages: no training changes them
         self.merge_seed: int | None = None  # of the dither under merged adapters; None: no dither
         self.sharding = Sharding(Ranks())
         self.head_share: VocabularySlice | None = None  # None: all of the vocabulary

@@ -164,7 +164,8 @@ def _gathered(consumer: TrainerState) -> Tensors:
     """What a model's files hold, on the host: weights gathered by all ranks, kept by the first."""
     first = consumer.ranks.is_first
     weights = {name: to_host(tensor) for name, tensor in consumer.weights() if first}
-    buffers = persistent_buffers(consumer.policy.model)
+    policy = consumer.policy
+    buffers = {**policy.stored_buffers, **persistent_buffers(policy.model)}
     return weights | {name: to_host(tensor) for name, tensor in buffers.items() if first}
 
 
