@@ -35,14 +35,15 @@ check: $(DEV_STAMP)  ## format, lint and types
 export PYTHONDONTWRITEBYTECODE :=
 
 # one file stays in one process; tests/conftest.py puts the longest files first
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+PROCESSES := 2
+PYTEST = $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations=15
 
 test: $(DEV_STAMP)  ## format, lint and types, beside every quick test that needs no Ray cluster and no vLLM
 	$(MAKE) --no-print-directory -j 2 check tests
 
-# three processes on two cores: a quarter of these tests' time is waiting
+tests: PROCESSES := 3  # on two cores: a quarter of these tests' time is waiting
 tests: $(DEV_STAMP)
-	$(PYTEST) -n 3 -m "not ray and not slow"
+	$(PYTEST) -m "not ray and not slow"
 
 PART ?= 1/1
 
